@@ -1,0 +1,22 @@
+"""Kernels and number formats for MXFP4 mixture-of-experts layers. Knows arrays, not models or meshes."""
+
+from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
+from pallas_kernels.select import Explanation, explain
+from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
+
+__all__ = [
+    "Activation",
+    "Explanation",
+    "MXFP4Array",
+    "MXFP8Array",
+    "Situ",
+    "SwiGLU",
+    "TokenScaledArray",
+    "explain",
+    "quantize_fp8_token",
+    "quantize_mxfp4",
+    "quantize_mxfp8",
+    "situ_and_mul",
+    "swiglu_and_mul",
+]

@@ -1,0 +1,123 @@
+"""MXFP4: four-bit E2M1 codes with one E8M0 scale byte for each 32 elements along the last axis.
+
+value = (-1)^(code >> 3) * (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * 2^(scale - 127)        scale 255: NaN
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from pallas_kernels import e8m0
+
+LARGEST = 6.0  # the largest E2M1 magnitude
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True)
+class MXFP4Array:
+    """A logical array `[..., N, K]` in MXFP4, as checkpoints store it. A pytree of two leaves.
+
+    Attributes:
+        codes: uint8 `[..., N, K/2]`, two codes a byte; the low nibble is the even element.
+        scales: uint8 `[..., N, K/32]`.
+
+    Raises:
+        ValueError: a dtype or shape breaks this contract.
+    """
+
+    codes: UInt8[Array, "..."]
+    scales: UInt8[Array, "..."]
+
+    def __post_init__(self) -> None:
+        for name, leaf in (("codes", self.codes), ("scales", self.scales)):
+            if leaf.dtype != jnp.uint8:
+                raise ValueError(f"MXFP4Array: {name} must be uint8, not {leaf.dtype}")
+            if leaf.ndim < 2:
+                raise ValueError(f"MXFP4Array: {name} has shape {leaf.shape}; at least [N, K] is needed")
+        expected = (*self.codes.shape[:-1], self.codes.shape[-1] * 2 // e8m0.BLOCK)
+        if self.codes.shape[-1] * 2 % e8m0.BLOCK or self.scales.shape != expected:
+            raise ValueError(
+                f"MXFP4Array: codes {self.codes.shape} and scales {self.scales.shape} do not belong together; "
+                "codes [..., N, K/2] need scales [..., N, K/32]"
+            )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape `[..., N, K]`."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim
+
+    def dequantize(self, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> Float[Array, "..."]:
+        """The values, `[..., N, K]`: exact in bfloat16 and float32 (subnormals too; infinite where out of range).
+
+        Any other floating-point dtype is rounded from float32.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(f"MXFP4Array.dequantize: dtype={jnp.dtype(dtype).name} is not a floating-point type")
+        bits = _value_bits(_unpack(self.codes), jnp.repeat(self.scales, e8m0.BLOCK, axis=-1))
+        if jnp.dtype(dtype) == jnp.bfloat16:
+            # The significand has two bits, so bfloat16 is float32's upper half, and no cast can flush a subnormal.
+            return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+
+    def __getitem__(self, index: int | slice | Array) -> "MXFP4Array":
+        """Indexes the leading axes: `w[g]` is expert g of `[G, N, K]`. Rows and columns are not to be indexed."""
+        return MXFP4Array(self.codes[index], self.scales[index])
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        key = jax.tree_util.GetAttrKey
+        return ((key("codes"), self.codes), (key("scales"), self.scales)), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> "MXFP4Array":
+        # JAX also unflattens placeholders that are no arrays, so the invariants are not checked here.
+        self = object.__new__(cls)
+        object.__setattr__(self, "codes", leaves[0])
+        object.__setattr__(self, "scales", leaves[1])
+        return self
+
+
+def quantize_mxfp4(x: Float[Array, "... n k"]) -> MXFP4Array:
+    """Encodes `x [..., N, K]` (any float dtype, K a multiple of 32) to the nearest MXFP4 values, ties to even.
+
+    The block exponent is `ceil(log2(amax / 6))`: the smallest that saturates nothing. Other encoders differ (some let
+    amax up to 7 saturate at 6); reading never depends on the choice. An all-zero block has scale byte 0. A block that
+    holds an infinity or a NaN has scale byte 255, so all its values read as NaN.
+
+    Raises:
+        ValueError: `x` is not floating point, has fewer than two axes, or K is not a multiple of 32.
+    """
+    e8m0.require_blocks("quantize_mxfp4", x)
+    if x.ndim < 2:
+        raise ValueError(f"quantize_mxfp4: shape {x.shape} must be [..., N, K]")
+    x = x.astype(jnp.float32)
+    scales = e8m0.block_scales(x, LARGEST)
+    scaled = e8m0.divide_by_scales(x, scales)
+    magnitude = jnp.abs(scaled)
+    # Midpoints between neighbouring magnitudes; a tie goes to the even code, hence the alternation of > and >=.
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for midpoint, tie_rounds_up in zip((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), (False, True) * 4, strict=False):
+        code += (magnitude >= midpoint if tie_rounds_up else magnitude > midpoint).astype(jnp.uint8)
+    poisoned = jnp.repeat(scales, e8m0.BLOCK, axis=-1) == e8m0.NAN_BYTE
+    code = jnp.where(poisoned, 0, code | (jnp.signbit(scaled).astype(jnp.uint8) << 3))
+    return MXFP4Array(code[..., 0::2] | (code[..., 1::2] << 4), scales)
+
+
+def _unpack(codes: UInt8[Array, "... half"]) -> UInt8[Array, "... k"]:
+    return jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], codes.shape[-1] * 2)
+
+
+def _value_bits(code: UInt8[Array, "..."], scale: UInt8[Array, "..."]) -> Array:
+    """float32 bits of every code under its scale byte."""
+    field = (code & 7).astype(jnp.uint32)  # two exponent bits, one mantissa bit
+    # Code 1 is the format's subnormal, 0.5; from 2 on the exponent is field // 2 - 1 and the mantissa bit field % 2.
+    significand = jnp.where(field < 2, field << 23, (jnp.uint32(2) | (field & 1)) << 22)
+    exponent = jnp.where(field < 2, -1, (field >> 1).astype(jnp.int32) - 1)
+    bits = e8m0.compose(code >= 8, significand, exponent + scale.astype(jnp.int32) - e8m0.BIAS)
+    return jnp.where(scale == e8m0.NAN_BYTE, jnp.uint32(0x7FC0_0000), bits)
