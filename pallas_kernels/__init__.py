@@ -1,11 +1,13 @@
 """Kernels and number formats for MXFP4 mixture-of-experts layers. Knows arrays, not models or meshes."""
 
+from pallas_kernels.grouped_matmul import OUT_FORMATS, grouped_matmul
 from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
 
 __all__ = [
+    "OUT_FORMATS",
     "Activation",
     "Explanation",
     "MXFP4Array",
@@ -14,6 +16,7 @@ __all__ = [
     "SwiGLU",
     "TokenScaledArray",
     "explain",
+    "grouped_matmul",
     "quantize_fp8_token",
     "quantize_mxfp4",
     "quantize_mxfp8",

@@ -58,8 +58,8 @@ def apply_scale(x: Float[Array, "... k"], scales: UInt8[Array, "... b"]) -> Floa
 def block_scales(x: Float[Array, "... k"], largest: float) -> UInt8[Array, "... b"]:
     """For each 32 elements of float32 `x` the byte of the smallest power of two that keeps `|x| / scale <= largest`.
 
-    That is `2^ceil(log2(amax / largest))`, so nothing saturates. Exponents below -127 become byte 0, as does an all-zero
-    block; a block that holds an infinity or a NaN gets 255, which makes all of it NaN: poison stays visible.
+    That is `2^ceil(log2(amax / largest))`, so nothing saturates. Exponents below -127 become byte 0, as does an
+    all-zero block; a block that holds an infinity or a NaN gets 255, which makes all of it NaN: poison stays visible.
     """
     blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     # Magnitudes compare like their bits, which no backend flushes; the bits of infinities and NaNs are the largest.

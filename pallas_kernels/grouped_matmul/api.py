@@ -1,0 +1,137 @@
+"""The public `grouped_matmul`: checks its arguments, picks an implementation, and defines the gradient once for all."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import select
+from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.mxfp4 import MXFP4Array
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
+from pallas_kernels.situ import Activation, apply_activation
+
+Rows = Float[Array, "m k"] | MXFP8Array | TokenScaledArray
+Weights = Float[Array, "g n k"] | MXFP4Array
+OUT_FORMATS = ("bf16", "f32", "mxfp8", "fp8_token")
+_IMPLEMENTATIONS = {"reference": reference, "xla": xla}
+
+
+def grouped_matmul(
+    x: Rows,
+    w: Weights,
+    group_sizes: Int[Array, " g"],
+    *,
+    activation: Activation | None = None,
+    out_format: str = "bf16",
+    implementation: str | None = None,
+) -> Rows:
+    """Row m of the result is `x[m] @ w[g].T`, where g is the group that row m falls into.
+
+        start = 0
+        for g in range(G):
+            rows = slice(start, start + group_sizes[g])
+            y[rows] = x[rows] @ w[g].T                          # accumulated in float32
+            if activation:                                      # rows of w[g]: gate, then up
+                gate, up = split(round_to_bf16(y[rows]), 2)
+                y[rows] = activation(gate, up)                  # in float32
+            start = rows.stop
+
+    Args:
+        x: `[M, K]`: bfloat16, `MXFP8Array` (its block scales applied before the product) or `TokenScaledArray` (its
+            token scale applied to the float32 sum). The products are exact in float32.
+        w: `[G, N, K]`, bfloat16 or `MXFP4Array`.
+        group_sizes: int32 `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
+        activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
+        out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
+        implementation: "reference", "xla", or None for the fastest that can run here.
+
+    Returns:
+        `[M, N]` or `[M, N/2]` in `out_format`. Rows at and beyond `sum(group_sizes)` are unspecified, and those of `x`
+        may hold anything. Differentiable with respect to a bfloat16 `x`, for out_format "bf16" and "f32".
+
+    Raises:
+        ValueError: a shape, dtype or name is wrong.
+        NotImplementedError: the named implementation cannot run this; or a gradient is asked for with respect to `w`
+            (experts are frozen) or to a quantised `x`.
+    """
+    _check(x, w, group_sizes, activation, out_format)
+    chosen = select.choose("grouped_matmul", implementation)
+    if x.shape[0] == 0:
+        width = w.shape[1] // (2 if activation else 1)
+        return _finish(jnp.zeros((0, width), _accumulator_dtype(out_format)), out_format)
+    return _finish(_grouped_matmul(x, w, group_sizes, activation, _accumulator_dtype(out_format), chosen), out_format)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _grouped_matmul(
+    x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype, implementation: str
+) -> Array:
+    return _batched(_IMPLEMENTATIONS[implementation].forward, activation, dtype)(x, w, group_sizes)
+
+
+def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, dtype: Any, implementation: str) -> Any:  # noqa: ANN401
+    """custom_vjp's forward rule; with symbolic zeros each leaf says whether it is being differentiated."""
+    if any(leaf.perturbed for leaf in jax.tree.leaves(w)):
+        raise NotImplementedError("grouped_matmul has no gradient with respect to w: experts are frozen")
+    if isinstance(x, MXFP8Array | TokenScaledArray) and any(leaf.perturbed for leaf in jax.tree.leaves(x)):
+        raise NotImplementedError("grouped_matmul has no gradient with respect to a quantised x; pass bfloat16 rows")
+    x, w, group_sizes = jax.tree.map(lambda leaf: leaf.value, (x, w, group_sizes))
+    return _grouped_matmul(x, w, group_sizes, activation, dtype, implementation), (x, w, group_sizes)
+
+
+def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, dy: Any) -> Any:  # noqa: ANN401
+    """`dx = dh @ w[g]`, where `dh` is `dy` taken back through the activation at the recomputed gate and up."""
+    x, w, group_sizes = residuals
+    if isinstance(dy, jax.custom_derivatives.SymbolicZero):
+        return None, None, None
+    if isinstance(x, MXFP8Array | TokenScaledArray):
+        return None, None, None  # never asked for: `_forward` refuses
+    if activation is not None:
+        gate_up = _grouped_matmul(x, w, group_sizes, None, jnp.dtype(jnp.bfloat16), implementation)
+        _, pullback = jax.vjp(lambda h: apply_activation(activation, h), gate_up.astype(jnp.float32))
+        (dy,) = pullback(dy.astype(jnp.float32))
+    dx = _batched(_IMPLEMENTATIONS[implementation].transposed)(dy.astype(jnp.bfloat16), w, group_sizes)
+    return dx.astype(x.dtype), None, None
+
+
+_grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _batched(function: Any, *static: Any) -> Any:  # noqa: ANN401
+    """`function(x, w, group_sizes, *static)`; `vmap` runs it once for each element of the batch.
+
+    Group sizes differ from element to element, so a batched loop would do every element's work for all of them.
+    """
+    return jax.custom_batching.sequential_vmap(lambda x, w, group_sizes: function(x, w, group_sizes, *static))
+
+
+def _accumulator_dtype(out_format: str) -> jnp.dtype:
+    return jnp.dtype(jnp.float32 if out_format == "f32" else jnp.bfloat16)
+
+
+def _finish(y: Array, out_format: str) -> Rows:
+    if out_format == "mxfp8":
+        return quantize_mxfp8(y)
+    return quantize_fp8_token(y) if out_format == "fp8_token" else y
+
+
+def _check(x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str) -> None:
+    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+        raise ValueError(f"grouped_matmul: x {x.shape} and w {w.shape} must be [M, K] and [G, N, K] with the same K")
+    for name, operand in (("x", x), ("w", w)):
+        if isinstance(operand, jax.Array) and operand.dtype != jnp.bfloat16:
+            raise ValueError(f"grouped_matmul: {name} is {operand.dtype}; cast it to bfloat16, or quantise it")
+    if group_sizes.shape != (w.shape[0],) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"grouped_matmul: group_sizes must be integers [{w.shape[0]}], one for each of w's groups, "
+            f"not {group_sizes.dtype}{list(group_sizes.shape)}"
+        )
+    if out_format not in OUT_FORMATS:
+        raise ValueError(f"grouped_matmul: {out_format=} is not one of {', '.join(OUT_FORMATS)}")
+    if activation is not None and w.shape[1] % 2:
+        raise ValueError(f"grouped_matmul: w {w.shape} must have an even N to hold gate and up rows for {activation}")
+    if out_format == "mxfp8" and w.shape[1] // (2 if activation else 1) % 32:
+        raise ValueError(f"grouped_matmul: the width of an 'mxfp8' result must be a multiple of 32; w is {w.shape}")
