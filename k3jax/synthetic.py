@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from k3jax.cache import cached_folder
 from k3jax.checkpoint import CONFIG, INDEX
 from k3jax.config import K3Config
 from k3jax.safetensors_writer import NewTensor, write_header, write_tensor
 from k3jax.synthetic_values import CODES_RMS, distinct_biases, normal_values, packed_codes, scale_bytes
 from k3jax.tensor_table import EXPERTS, layer_table
 
+DEFAULT_NAME = "synthetic-checkpoint-v1"  # Count up whenever what `default_checkpoint` writes changes.
 PREFIX = "language_model.model.layers."
 Progress = Callable[[int, int], None]
 
@@ -128,6 +130,15 @@ def write_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return folder
+
+
+def default_checkpoint() -> Path:
+    """The embedded checkpoint, 17 MB of one dense and three MoE layers: made once, in the user's cache.
+
+    Raises:
+        OSError: the cache cannot be written; `K3JAX_CACHE` names another folder.
+    """
+    return cached_folder(DEFAULT_NAME, lambda folder: write_checkpoint(folder, synthetic_config()))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
