@@ -23,7 +23,7 @@ In mode "oracle", every GEMM's result, every activation and every stage from `la
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class _Situ(Protocol):
     def linear_beta(self) -> float | None: ...
 
 
+@runtime_checkable
 class LayerNumbers(Protocol):
     """What the oracle reads of a K3Config."""
 

@@ -86,7 +86,7 @@ def decode_mxfp4(codes: Bytes, scale_bytes: Bytes) -> Values:
     return blocks.reshape(rows, 2 * pairs)
 
 
-def scale_exponents(amax: Values, largest: float) -> Values:
+def scale_exponents(amax: Values, largest: float) -> NDArray[np.int32]:
     """ceil(log2(amax / largest)), at least -127: the smallest power of two that brings a block's amax within `largest`.
 
     Exact, without a logarithm. With amax = m 2^e and largest = c 2^q, 1/2 <= m, c < 1, it is e - q, plus 1 where m > c.
