@@ -133,7 +133,7 @@ def write_checkpoint(
 
 
 def default_checkpoint() -> Path:
-    """The embedded checkpoint, 17 MB of one dense and three MoE layers: made once, in the user's cache.
+    """The embedded checkpoint, 16 MB of one dense and three MoE layers: made once, in the user's cache.
 
     Raises:
         OSError: the cache cannot be written; `K3JAX_CACHE` names another folder.
