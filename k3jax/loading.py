@@ -1,0 +1,187 @@
+"""From a checkpoint folder to a layer: `load_layer`.
+
+Routed experts are copied once, expert by expert, from the memory-mapped file into one stack each for w13 and w2;
+packed ones stay packed unless the recipe is "bf16". Whatever has to be converted is converted one matrix at a time, so
+the peak is the layer's own size and a little.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from k3jax.checkpoint import Checkpoint, LayerTensors
+from k3jax.config import K3Config
+from k3jax.experts import RECIPES, Weights
+from k3jax.mlp import GatedMLP
+from k3jax.moe import MoE, MoEArrays
+from k3jax.tensor_table import EXPERTS, MOE
+from pallas_kernels import MXFP4Array, quantize_mxfp4
+
+_ALIGNMENT = 64  # JAX's CPU backend takes NumPy memory of this alignment over instead of copying it.
+_BF16 = np.dtype(ml_dtypes.bfloat16)
+_log = logging.getLogger("k3jax")
+
+_Read = Callable[[str], tuple[np.ndarray, ...]]
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How `load_layer` may treat what a checkpoint holds.
+
+    Attributes:
+        quantize_plain: let a recipe with packed weights quantise experts that are stored plain. Without it, loading
+            such experts raises: rounding a model to four bits is not something to happen unasked. Recipe "bf16" takes
+            plain experts as they are, either way.
+    """
+
+    quantize_plain: bool = False
+
+
+_DEFAULTS = LoadOptions()
+
+
+def load_layer(
+    path: str | Path,
+    layer: int,
+    *,
+    recipe: str = "w4a16",
+    implementation: str | None = None,
+    options: LoadOptions = _DEFAULTS,
+) -> GatedMLP | MoE:
+    """The MLP of 0-based `layer` of the checkpoint folder `path`: a GatedMLP for a dense layer, else an MoE.
+
+    Plain tensors stored in F16 or F32 are rounded to bfloat16, which one line of the "k3jax" logger tells; the router's
+    bias stays float32.
+
+    Raises:
+        FileNotFoundError: the folder, its config, its index or a shard is missing.
+        ValueError: the recipe or layer is unknown, the checkpoint is not what its config says (the message names the
+            tensor), or experts are plain where the recipe needs them packed.
+        NotImplementedError: dense weights are packed, or the implementation named cannot run here.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"{recipe=} is not one of {', '.join(RECIPES)}")
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    tensors = checkpoint.read_layer(layer)
+    _require_storage(tensors, recipe, options, checkpoint.path)
+    _log_rounding(tensors, layer, checkpoint.path)
+    if not config.is_moe(layer):
+        gate_up, down = _mlp(tensors, "mlp.")
+        return GatedMLP(gate_up, down, activation=config.activation)
+    return MoE(config, recipe=recipe, implementation=implementation, arrays=_moe_arrays(config, tensors, recipe))
+
+
+def _require_storage(tensors: LayerTensors, recipe: str, options: LoadOptions, path: Path) -> None:
+    plain = next((suffix for suffix in tensors if suffix.startswith(EXPERTS) and suffix.endswith(".weight")), None)
+    if plain is not None and RECIPES[recipe].packed and not options.quantize_plain:
+        raise ValueError(
+            f"{path}: {plain} is stored plain, in {tensors[plain].dtype}, and {recipe=} needs experts in MXFP4; "
+            'load with recipe="bf16", or pass LoadOptions(quantize_plain=True) to quantise them now'
+        )
+
+
+def _log_rounding(tensors: LayerTensors, layer: int, path: Path) -> None:
+    rounded = [
+        tensor.dtype for suffix, tensor in tensors.items() if suffix.endswith(".weight") and tensor.dtype != _BF16
+    ]
+    if rounded:
+        dtypes = " and ".join(sorted({str(dtype) for dtype in rounded}))
+        _log.warning("%s: layer %d: %d tensors stored as %s are rounded to bfloat16", path, layer, len(rounded), dtypes)
+
+
+def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArrays:
+    def weight(name: str) -> jax.Array | None:
+        tensor = tensors.get(f"{MOE}{name}.weight")
+        return None if tensor is None else _bf16(tensor)
+
+    router = weight("gate")
+    assert router is not None
+    assert config.num_experts is not None
+    shared_gate_up, shared_down = _mlp(tensors, f"{MOE}shared_experts.") if config.num_shared_experts else (None, None)
+    return MoEArrays(
+        router_weight=router,
+        router_bias=jnp.array(tensors[f"{MOE}gate.e_score_correction_bias"]),
+        latent_down=weight("routed_expert_down_proj"),
+        latent_norm=weight("routed_expert_norm"),
+        latent_up=weight("routed_expert_up_proj"),
+        shared_gate_up=shared_gate_up,
+        shared_down=shared_down,
+        w13=_experts(tensors, config.num_experts, ("w1", "w3"), recipe),
+        w2=_experts(tensors, config.num_experts, ("w2",), recipe),
+    )
+
+
+def _bf16(tensor: np.ndarray) -> jax.Array:
+    """A bfloat16 copy: never a view, a loaded layer must not change with its file."""
+    return jnp.array(tensor.astype(_BF16, copy=False))
+
+
+def _mlp(tensors: LayerTensors, prefix: str) -> tuple[jax.Array, jax.Array]:
+    """`gate_up [2F, D]`, the gate's rows first, and `down [D, F]`."""
+    gate, up = tensors[f"{prefix}gate_proj.weight"], tensors[f"{prefix}up_proj.weight"]
+    gate_up = _aligned((2 * gate.shape[0], gate.shape[1]), _BF16)
+    gate_up[: gate.shape[0]] = gate
+    gate_up[gate.shape[0] :] = up
+    return jax.device_put(gate_up), _bf16(tensors[f"{prefix}down_proj.weight"])
+
+
+def _experts(tensors: LayerTensors, num_experts: int, parts: tuple[str, ...], recipe: str) -> Weights:
+    """`[E, N, K]` of all experts, as `recipe` needs them."""
+    is_packed = f"{EXPERTS}0.{parts[0]}.weight_packed" in tensors
+    packed = RECIPES[recipe].packed
+
+    def read_plain(stem: str) -> tuple[np.ndarray, ...]:
+        return (tensors[f"{stem}.weight"],)
+
+    def read_packed(stem: str) -> tuple[np.ndarray, ...]:
+        return tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
+
+    def dequantize(stem: str) -> tuple[np.ndarray, ...]:
+        return (np.asarray(_dequantize(*read_packed(stem))),)
+
+    def quantize(stem: str) -> tuple[np.ndarray, ...]:
+        matrix = _quantize(tensors[f"{stem}.weight"].astype(_BF16, copy=False))
+        return np.asarray(matrix.codes), np.asarray(matrix.scales)
+
+    if packed:
+        codes, scales = _stacked(num_experts, parts, read_packed if is_packed else quantize, np.dtype(np.uint8))
+        return MXFP4Array(codes, scales)
+    (weights,) = _stacked(num_experts, parts, dequantize if is_packed else read_plain, _BF16)
+    return weights
+
+
+@jax.jit
+def _dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    return MXFP4Array(codes, scales).dequantize(jnp.bfloat16)
+
+
+_quantize = jax.jit(quantize_mxfp4)
+
+
+def _stacked(num_experts: int, parts: tuple[str, ...], read: _Read, dtype: np.dtype) -> list[jax.Array]:
+    """For each array that `read(stem)` gives: all experts' stacked to `[E, rows of every part, columns]`."""
+    stacks: list[np.ndarray] = []
+    for expert in range(num_experts):
+        for index, part in enumerate(parts):
+            arrays = read(f"{EXPERTS}{expert}.{part}")
+            if not stacks:
+                stacks = [_aligned((num_experts, len(parts) * len(array), array.shape[1]), dtype) for array in arrays]
+            for stack, array in zip(stacks, arrays, strict=True):
+                stack[expert, index * len(array) : (index + 1) * len(array)] = array
+    return [jax.device_put(stack) for stack in stacks]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """`np.empty(shape, dtype)` that the CPU backend can take over: gigabytes of experts are not held twice."""
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + size].view(dtype).reshape(shape)
