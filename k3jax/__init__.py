@@ -1,0 +1,8 @@
+"""Kimi K3's MLP and mixture-of-experts layers in JAX, straight from the released checkpoint."""
+
+from k3jax.config import K3Config
+from k3jax.mlp import GatedMLP
+from k3jax.moe import MoE, MoEArrays
+from k3jax.routing import ExpertLoad, Routing, expert_load
+
+__all__ = ["ExpertLoad", "GatedMLP", "K3Config", "MoE", "MoEArrays", "Routing", "expert_load"]

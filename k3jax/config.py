@@ -92,7 +92,7 @@ class K3Config:
             per_group = num_experts // groups
             if per_group < 2 or kept * per_group < self.experts_per_token:
                 raise ValueError(
-                    f"config: {groups} groups of {per_group} experts with topk_group={kept} cannot offer two best experts "
+                    f"config: {groups} groups of {per_group} experts with topk_group={kept} cannot offer two experts "
                     f"a group and num_experts_per_token={self.experts_per_token} in all"
                 )
 
@@ -191,7 +191,7 @@ class _Fields:
     def __init__(self, text: Mapping[str, Any]) -> None:
         self._text = text
 
-    def get(self, name: str, default: object = _MISSING) -> Any:  # noqa: ANN401 - JSON holds anything
+    def get(self, name: str, default: object = _MISSING) -> Any:
         alias = _ALIASES.get(name)
         given = [(key, self._text[key]) for key in (name, alias) if key is not None and key in self._text]
         if len(given) == 2 and given[0][1] != given[1][1]:

@@ -1,7 +1,8 @@
 """The public `grouped_matmul`: checks its arguments, picks an implementation, and defines the gradient once for all."""
 
 import functools
-from typing import Any
+import typing
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,30 @@ Rows = Float[Array, "m k"] | MXFP8Array | TokenScaledArray
 Weights = Float[Array, "g n k"] | MXFP4Array
 OUT_FORMATS = ("bf16", "f32", "mxfp8", "fp8_token")
 _IMPLEMENTATIONS = {"reference": reference, "xla": xla}
+
+
+@typing.overload
+def grouped_matmul(
+    x: Rows,
+    w: Weights,
+    group_sizes: Int[Array, " g"],
+    *,
+    activation: Activation | None = None,
+    out_format: Literal["bf16", "f32"] = "bf16",
+    implementation: str | None = None,
+) -> Array: ...
+
+
+@typing.overload
+def grouped_matmul(
+    x: Rows,
+    w: Weights,
+    group_sizes: Int[Array, " g"],
+    *,
+    activation: Activation | None = None,
+    out_format: str,
+    implementation: str | None = None,
+) -> Rows: ...
 
 
 def grouped_matmul(
@@ -72,7 +97,7 @@ def _grouped_matmul(
     return _batched(_IMPLEMENTATIONS[implementation].forward, activation, dtype)(x, w, group_sizes)
 
 
-def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, dtype: Any, implementation: str) -> Any:  # noqa: ANN401
+def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, dtype: Any, implementation: str) -> Any:
     """custom_vjp's forward rule; with symbolic zeros each leaf says whether it is being differentiated."""
     if any(leaf.perturbed for leaf in jax.tree.leaves(w)):
         raise NotImplementedError("grouped_matmul has no gradient with respect to w: experts are frozen")
@@ -82,7 +107,7 @@ def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, dtype: Any, impl
     return _grouped_matmul(x, w, group_sizes, activation, dtype, implementation), (x, w, group_sizes)
 
 
-def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, dy: Any) -> Any:  # noqa: ANN401
+def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, dy: Any) -> Any:
     """`dx = dh @ w[g]`, where `dh` is `dy` taken back through the activation at the recomputed gate and up."""
     x, w, group_sizes = residuals
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -100,7 +125,7 @@ def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, 
 _grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _batched(function: Any, *static: Any) -> Any:  # noqa: ANN401
+def _batched(function: Any, *static: Any) -> Any:
     """`function(x, w, group_sizes, *static)`; `vmap` runs it once for each element of the batch.
 
     Group sizes differ from element to element, so a batched loop would do every element's work for all of them.

@@ -1,0 +1,169 @@
+"""The routed experts: rows sorted by expert, two grouped GEMMs, and the weighted sum back to tokens.
+
+rows   [S, L]  one a (token, slot), sorted by expert; S = T * X, masked slots last
+hidden [S, F]  grouped_matmul(rows, w13, activation)
+rows   [S, L]  grouped_matmul(hidden, w2)
+latent [T, L]  sum over a token's slots of weight * row, in float32, in slot order
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, BFloat16, Int
+
+from k3jax.routing import Routing
+from pallas_kernels import (
+    Activation,
+    MXFP4Array,
+    MXFP8Array,
+    TokenScaledArray,
+    grouped_matmul,
+    quantize_fp8_token,
+    quantize_mxfp8,
+)
+
+Weights = Array | MXFP4Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How the experts' numbers are kept: `packed` weights stay MXFP4, `quantize` treats the rows before each GEMM."""
+
+    packed: bool
+    quantize: Callable[[Array], MXFP8Array | TokenScaledArray] | None
+    hidden_format: str
+
+
+RECIPES = {
+    "bf16": Recipe(packed=False, quantize=None, hidden_format="bf16"),
+    "w4a16": Recipe(packed=True, quantize=None, hidden_format="bf16"),
+    "w4a8": Recipe(packed=True, quantize=quantize_mxfp8, hidden_format="mxfp8"),
+    "w4a8_fp8": Recipe(packed=True, quantize=quantize_fp8_token, hidden_format="fp8_token"),
+}
+
+
+class FrozenExperts(nnx.Variable):
+    """The experts' weights, `[E, N, K]` bfloat16 or MXFP4Array. Not an `nnx.Param`: nothing trains or casts them."""
+
+
+class RowSchedule(NamedTuple):
+    """Rows in expert order: `token[s]` reads row s, `row[t, k]` is where slot k of token t went, `group_sizes [E]`."""
+
+    token: Int[Array, " s"]
+    row: Int[Array, "t x"]
+    group_sizes: Int[Array, " e"]
+
+
+def schedule_rows(ids: Int[Array, "t x"], num_experts: int) -> RowSchedule:
+    """Sorts the slots by expert, stably. Slots whose id is no expert (-1) come last and belong to no group."""
+    num_tokens, slots = ids.shape
+    expert = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
+    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
+    group_sizes = jnp.bincount(expert, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    return RowSchedule(order // slots, row.reshape(num_tokens, slots), group_sizes)
+
+
+def routed_experts(
+    latent_TL: BFloat16[Array, "t l"],
+    routing: Routing,
+    w13: Weights,
+    w2: Weights,
+    *,
+    activation: Activation,
+    recipe: str,
+    implementation: str | None = None,
+) -> BFloat16[Array, "t l"]:
+    """`sum_k weights[:, k] * expert[ids[:, k]](latent)`: `[T, L] -> [T, L]`, for `w13 [E, 2F, L]` and `w2 [E, L, F]`.
+
+    A slot with id -1 contributes nothing; an id that a token names twice counts twice. No row is ever dropped.
+    """
+    schedule = schedule_rows(routing.ids, w13.shape[0])
+    rows_SL = expert_mlp(latent_TL[schedule.token], w13, w2, schedule.group_sizes, activation, recipe, implementation)
+    return combine(rows_SL, schedule, routing).astype(jnp.bfloat16)
+
+
+def combine(rows_SL: BFloat16[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Array:
+    """The weighted sum of each token's rows, float32 `[T, L]`, added slot by slot so that the order is fixed."""
+    num_tokens, slots = schedule.row.shape
+    num_routed = jnp.sum(schedule.group_sizes)
+
+    def add_slot(k: Array, total_TL: Array) -> Array:
+        row = schedule.row[:, k]
+        # Rows past the last group are unspecified, NaN perhaps: select, never multiply by zero.
+        product = rows_SL[row].astype(jnp.float32) * routing.weights[:, k, None]
+        return total_TL + jnp.where(row[:, None] < num_routed, product, 0.0)
+
+    return jax.lax.fori_loop(0, slots, add_slot, jnp.zeros((num_tokens, rows_SL.shape[1]), jnp.float32))
+
+
+def expert_mlp(
+    rows_SL: BFloat16[Array, "s l"],
+    w13: Weights,
+    w2: Weights,
+    group_sizes: Int[Array, " e"],
+    activation: Activation,
+    recipe: str,
+    implementation: str | None,
+) -> BFloat16[Array, "s l"]:
+    """`w2 @ activation(w13 @ row)` of each row's expert, `[S, L] -> [S, L]`, with the recipe's quantised activations.
+
+    The gradient passes straight through the quantisers: it is that of the same chain without them.
+    """
+    if RECIPES[recipe].quantize is None:
+        return _plain_mlp(rows_SL, w13, w2, group_sizes, activation, implementation)
+    return _quantized_mlp(rows_SL, w13, w2, group_sizes, activation, recipe, implementation)
+
+
+def _plain_mlp(
+    rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, activation: Activation, implementation: str | None
+) -> Array:
+    hidden_SF = grouped_matmul(rows_SL, w13, group_sizes, activation=activation, implementation=implementation)
+    return grouped_matmul(hidden_SF, w2, group_sizes, implementation=implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _quantized_mlp(
+    rows_SL: Array,
+    w13: Weights,
+    w2: Weights,
+    group_sizes: Array,
+    activation: Activation,
+    recipe: str,
+    implementation: str | None,
+) -> Array:
+    quantize, hidden_format = RECIPES[recipe].quantize, RECIPES[recipe].hidden_format
+    assert quantize is not None
+    hidden_SF = grouped_matmul(
+        quantize(rows_SL),
+        w13,
+        group_sizes,
+        activation=activation,
+        out_format=hidden_format,
+        implementation=implementation,
+    )
+    return grouped_matmul(hidden_SF, w2, group_sizes, implementation=implementation)
+
+
+def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _quantized_mlp(*arguments), arguments[:4]
+
+
+def _quantized_mlp_backward(
+    activation: Activation, recipe: str, implementation: str | None, residuals: tuple[Any, ...], d_rows: Array
+) -> tuple[Array, None, None, None]:
+    rows_SL, w13, w2, group_sizes = residuals
+    plain = functools.partial(
+        _plain_mlp, w13=w13, w2=w2, group_sizes=group_sizes, activation=activation, implementation=implementation
+    )
+    _, pullback = jax.vjp(plain, rows_SL)
+    (d_input,) = pullback(d_rows)
+    return d_input, None, None, None
+
+
+_quantized_mlp.defvjp(_quantized_mlp_forward, _quantized_mlp_backward)
