@@ -82,8 +82,10 @@ def capture_with_hooks(layer: nn.Module, x: Tensor, taps: dict[str, Tap]) -> dic
     return heard
 
 
-def write_capture(path: Path, layers: dict[int, dict[str, Tensor]], *, recipe: str, rounding_order: str) -> None:
-    """Write `layers` {layer: {stage: tensor}} as a capture. `rounding_order` is "official" only for the order above."""
+def write_capture(
+    path: Path, layers: dict[int, dict[str, Tensor]], *, engine: str, recipe: str, rounding_order: str
+) -> None:
+    """Write {layer: {stage: tensor}} as a capture; `rounding_order` "official" promises the order named above."""
     tensors = {
         f"layers.{layer}.{stage}": (value.to(torch.int32) if stage == "expert_ids" else value).contiguous().cpu()
         for layer, stages in layers.items()
@@ -91,7 +93,7 @@ def write_capture(path: Path, layers: dict[int, dict[str, Tensor]], *, recipe: s
     }
     metadata = {
         "format": "k3jax-capture-1",
-        "engine": f"pytorch {torch.__version__}",
+        "engine": engine,
         "recipe": recipe,
         "rounding_order": rounding_order,
     }
@@ -309,7 +311,8 @@ def main() -> None:
         x = tokens(arguments.tokens, checkpoint.config["hidden_size"], arguments.seed, number)
         captured[number] = capture_with_hooks(layer, x, taps)
         print(f"layer {number}: {', '.join(captured[number])}", flush=True)
-    write_capture(arguments.out, captured, recipe="bf16", rounding_order="official")
+    engine = f"pytorch {torch.__version__}"
+    write_capture(arguments.out, captured, engine=engine, recipe="bf16", rounding_order="official")
 
 
 if __name__ == "__main__":
