@@ -26,6 +26,7 @@ from pallas_kernels import (
     quantize_fp8_token,
     quantize_mxfp8,
 )
+from pallas_kernels.rounding import to_bfloat16
 
 Weights = Array | MXFP4Array
 
@@ -85,7 +86,7 @@ def routed_experts(
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
     rows_SL = expert_mlp(latent_TL[schedule.token], w13, w2, schedule.group_sizes, activation, recipe, implementation)
-    return combine(rows_SL, schedule, routing).astype(jnp.bfloat16)
+    return to_bfloat16(combine(rows_SL, schedule, routing))
 
 
 def combine(rows_SL: BFloat16[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Array:

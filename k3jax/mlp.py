@@ -9,6 +9,7 @@ from jaxtyping import Array, BFloat16, Bool, Float
 
 from k3jax.linear import linear
 from pallas_kernels import Activation
+from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 
 
@@ -50,7 +51,7 @@ class GatedMLP(nnx.Module):
     def trace(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> dict[str, Array]:
         """The stages over flattened tokens: only `output [T, D]`, in the dtype of `x`."""
         check_tokens(x, mask, self.down.shape[0])
-        return {"output": self.project(x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16)).astype(x.dtype)}
+        return {"output": self.project(to_bfloat16(x.reshape(-1, x.shape[-1]))).astype(x.dtype)}
 
     def project(self, x_TD: BFloat16[Array, "t d"]) -> BFloat16[Array, "t d"]:
         """The MLP itself: `[T, D] -> [T, D]`, bfloat16 in and out."""

@@ -18,6 +18,7 @@ from k3jax.linear import linear, rms_norm
 from k3jax.mlp import GatedMLP, check_tokens, random_weight
 from k3jax.routing import Router, Routing, pick_experts
 from pallas_kernels import Activation, MXFP4Array, grouped_matmul, quantize_mxfp4, select
+from pallas_kernels.rounding import to_bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,7 +132,7 @@ class MoE(nnx.Module):
         routing = self._pick(stages["router_logits"], mask)
         stages |= {"expert_ids": routing.ids, "expert_weights": routing.weights}
 
-        x_TD = x_TD.astype(jnp.bfloat16)
+        x_TD = to_bfloat16(x_TD)
         if self.latent_down is not None:
             stages["latent"] = linear(x_TD, self.latent_down[...])
         y = stages["expert_sum"] = self._experts(stages.get("latent", x_TD), routing)
@@ -141,7 +142,7 @@ class MoE(nnx.Module):
             y = linear(y, self.latent_up[...])
         if self.shared is not None:
             stages["shared"] = self.shared.project(x_TD)
-            y = y + stages["shared"]
+            y = to_bfloat16(y.astype(jnp.float32) + stages["shared"].astype(jnp.float32))
         stages["output"] = y.astype(x.dtype)
         return stages
 
@@ -153,7 +154,7 @@ class MoE(nnx.Module):
     def routed(self, x: Float[Array, "... d"], routing: Routing) -> BFloat16[Array, "t l"]:
         """The experts' weighted sum for given picks, before the norm: `[..., D] -> [T, L]` (D without a latent)."""
         check_tokens(x, None, self.config.hidden_size)
-        x_TD = x.reshape(-1, x.shape[-1]).astype(jnp.bfloat16)
+        x_TD = to_bfloat16(x.reshape(-1, x.shape[-1]))
         latent_TL = x_TD if self.latent_down is None else linear(x_TD, self.latent_down[...])
         return self._experts(latent_TL, routing)
 

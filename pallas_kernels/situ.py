@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import select
+from pallas_kernels.rounding import to_bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,8 @@ def apply_activation(activation: Activation, gate_up: Float[Array, "... two_f"])
     if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up has shape {gate_up.shape}; its last axis must hold gate and up, so be even")
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return activation(gate, up).astype(gate_up.dtype)
+    y = activation(gate, up)
+    return to_bfloat16(y) if gate_up.dtype == jnp.bfloat16 else y.astype(gate_up.dtype)
 
 
 def situ_and_mul(

@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 from pallas_kernels.mxfp4 import MXFP4Array
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import Activation, apply_activation
 
 
@@ -23,7 +24,7 @@ def forward(
     def one_group(g: Array, y: Array) -> Array:
         h = jnp.dot(rows, dense(w, g).T, preferred_element_type=jnp.float32) * row_scale
         if activation is not None:
-            h = apply_activation(activation, h.astype(jnp.bfloat16).astype(jnp.float32))
+            h = apply_activation(activation, to_bfloat16(h).astype(jnp.float32))
         return jnp.where(_members(rows, group_sizes, g), h.astype(dtype), y)
 
     return jax.lax.fori_loop(0, w.shape[0], one_group, jnp.zeros((x.shape[0], width), dtype))

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_matmul.reference import split_rows
 from pallas_kernels.grouped_matmul.tiling import Tiling, xla_tiling
 from pallas_kernels.mxfp4 import MXFP4Array
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import Activation
 
 
@@ -43,7 +44,7 @@ def forward(
         if activation is None:
             (tile,) = parts
         else:
-            gate, up = (part.astype(jnp.bfloat16).astype(jnp.float32) for part in parts)
+            gate, up = (to_bfloat16(part).astype(jnp.float32) for part in parts)
             tile = activation(gate, up)
         old = jax.lax.dynamic_slice(y, (start, column), tile.shape)
         return jax.lax.dynamic_update_slice(y, jnp.where(inside, tile.astype(dtype), old), (start, column))
