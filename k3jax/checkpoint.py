@@ -9,7 +9,6 @@ it has.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Self
 
 import numpy as np
 
@@ -41,7 +40,7 @@ class Checkpoint:
     _shards: dict[str, SafetensorsFile] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(cls, path: str | Path) -> "Checkpoint":
         """Opens the folder `path`.
 
         Raises:
