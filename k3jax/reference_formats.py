@@ -130,14 +130,14 @@ def through_mxfp8(x: Values) -> Values:
 def through_fp8_token(x: Values) -> Values:
     """x [..., K] as e4m3 with one float32 scale a row keeps it.
 
-        scale = max(f32(amax / 448), 2^-126),    value = scale * e4m3(x / scale)
+        scale = max(f32(amax / 448), 2^-126),    value = scale * e4m3(f32(x / scale))
 
-    Values below 2^-126 count as zero, as float32 arithmetic without subnormals has them. A row with a NaN or an
-    infinity in it becomes NaN throughout.
+    Both quotients are rounded to float32: bfloat16 rows hold many exact ties (x / amax is a ratio of small integers),
+    and these roundings decide which way they go. Values below 2^-126 count as zero, as float32 arithmetic without
+    subnormals has them. A row with a NaN or an infinity in it becomes NaN throughout.
     """
     x = np.where(np.abs(x) < 2.0**-126, 0, x)
     amax = np.abs(x).max(axis=-1, keepdims=True)
     finite = np.isfinite(amax)
     scale = np.maximum(round_f32(np.where(finite, amax, 0) / 448), 2.0**-126)
-    with np.errstate(invalid="ignore"):
-        return np.where(finite, scale * round_e4m3(x / scale), np.nan)
+    return np.where(finite, scale * round_e4m3(round_f32(x / scale)), np.nan)

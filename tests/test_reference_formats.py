@@ -122,6 +122,15 @@ def test_rows_of_nearly_nothing_stay_finite(through: Rounding) -> None:
     np.testing.assert_allclose(result[3, 7], 2.0**-126, rtol=2**-4)
 
 
+def test_one_scale_a_token_decides_ties_as_float32_arithmetic_does() -> None:
+    rows = np.random.default_rng(0).standard_normal((400, 256)).astype(BF16).astype(np.float32)
+    scale = np.abs(rows).max(axis=1, keepdims=True) / np.float32(448)
+    in_float32 = (rows / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    np.testing.assert_array_equal(formats.through_fp8_token(rows.astype(np.float64)), in_float32)
+    by_reciprocal = (rows * (1 / scale)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    assert np.any(by_reciprocal != in_float32)  # the ties are there
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_value_takes_its_whole_block_or_row_and_nothing_else(bad: float) -> None:
     rows = np.ones((2, 64))
