@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from k3jax.capture import Capture
 from k3jax.checkpoint import Checkpoint
+from k3jax.loading import load_layer
 from k3jax.reference import oracle_trace
 from k3jax.synthetic import default_checkpoint
 from pallas_kernels import Situ
@@ -68,6 +70,13 @@ def test_the_oracle_agrees_with_pytorch(golden: Capture, layer: int) -> None:
     stages = golden.layers[layer]
     tensors = checkpoint.read_layer(layer)
     assert_agrees(oracle_trace(checkpoint.config, tensors, stages["input"], recipe="bf16"), stages)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_layer_agrees_with_pytorch(golden: Capture, layer: int) -> None:
+    stages = golden.layers[layer]
+    trace = load_layer(default_checkpoint(), layer, recipe="bf16").trace(jnp.asarray(stages["input"]))
+    assert_agrees({stage: np.asarray(value) for stage, value in trace.items()}, stages)
 
 
 def test_the_comparison_would_notice(golden: Capture) -> None:
