@@ -179,7 +179,10 @@ def test_names_are_shown_safely() -> None:
 
 
 def test_the_writer_keeps_tensors_aligned(tmp_path: Path) -> None:
-    arrays = {"a": ("U8", np.zeros(1, np.uint8)), "b": ("F32", np.zeros(1, np.float32))}
+    arrays: dict[str, tuple[str, np.ndarray]] = {
+        "a": ("U8", np.zeros(1, np.uint8)),
+        "b": ("F32", np.zeros(1, np.float32)),
+    }
     with pytest.raises(ValueError, match=r"'b' .*wider dtypes first"):
         write_safetensors(tmp_path / "x.safetensors", arrays)
     assert NewTensor("a", "F32", (1 << 40, 1 << 40)).nbytes == 1 << 82
