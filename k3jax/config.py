@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from pallas_kernels import Activation, Situ, SwiGLU
 
@@ -129,7 +129,7 @@ class K3Config:
         return self.num_experts is not None and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @classmethod
-    def from_pretrained(cls, path: str | Path) -> Self:
+    def from_pretrained(cls, path: str | Path) -> "K3Config":
         """Reads a checkpoint folder's `config.json`, or that file itself.
 
         Raises:
@@ -154,7 +154,7 @@ class K3Config:
             raise type(error)(f"{file}: {error}") from None
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+    def from_dict(cls, values: Mapping[str, Any]) -> "K3Config":
         """The same from an already parsed `config.json`."""
         text = values.get("text_config", values)
         if not isinstance(text, Mapping):

@@ -16,4 +16,4 @@ def rms_norm(x: BFloat16[Array, "t n"], weight: BFloat16[Array, " n"], eps: floa
     """`weight * bfloat16(x * rsqrt(mean(x^2) + eps))`: the mean in float32, the gain after the rounding."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return to_bfloat16(weight.astype(jnp.float32) * to_bfloat16(x32 * scale).astype(jnp.float32))
+    return to_bfloat16(weight.astype(jnp.float32)[None, :] * to_bfloat16(x32 * scale).astype(jnp.float32))

@@ -1,7 +1,5 @@
 """`GatedMLP`: `down(activation(gate(x), up(x)))`. A dense layer (layer 0), and the shared experts of the others."""
 
-from typing import Self
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -36,7 +34,7 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     @classmethod
-    def random(cls, hidden_size: int, width: int, *, activation: Activation, rngs: nnx.Rngs) -> Self:
+    def random(cls, hidden_size: int, width: int, *, activation: Activation, rngs: nnx.Rngs) -> "GatedMLP":
         """Random weights for `hidden_size` D and `width` F, of variance 1 / fan-in."""
         gate_up = random_weight(rngs, (2 * width, hidden_size))
         return cls(gate_up, random_weight(rngs, (hidden_size, width)), activation=activation)

@@ -6,7 +6,6 @@ x [T, D] -- latent down-projection --> [T, L] -- routed experts, weighted sum --
 """
 
 import dataclasses
-from typing import Self
 
 import jax.numpy as jnp
 from flax import nnx
@@ -44,7 +43,7 @@ class MoEArrays:
     w2: Weights
 
     @classmethod
-    def random(cls, config: K3Config, *, packed: bool, rngs: nnx.Rngs) -> Self:
+    def random(cls, config: K3Config, *, packed: bool, rngs: nnx.Rngs) -> "MoEArrays":
         """Random weights of variance 1 / fan-in; experts in MXFP4 when `packed`."""
         hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_intermediate_size
         num_experts, width = config.num_experts, config.expert_width

@@ -128,16 +128,11 @@ def through_mxfp8(x: Values) -> Values:
 
 
 def through_fp8_token(x: Values) -> Values:
-    """x [..., K] as e4m3 with one float32 scale a row keeps it.
+    """x [..., K] as e4m3 with one scale a row keeps it: the scale is 2^ceil(log2(amax / 448)), at least 2^-126.
 
-        scale = max(f32(amax / 448), 2^-126),    value = scale * e4m3(f32(x / scale))
-
-    Both quotients are rounded to float32: bfloat16 rows hold many exact ties (x / amax is a ratio of small integers),
-    and these roundings decide which way they go. Values below 2^-126 count as zero, as float32 arithmetic without
-    subnormals has them. A row with a NaN or an infinity in it becomes NaN throughout.
+    A row with a NaN or an infinity in it becomes NaN throughout.
     """
-    x = np.where(np.abs(x) < 2.0**-126, 0, x)
     amax = np.abs(x).max(axis=-1, keepdims=True)
     finite = np.isfinite(amax)
-    scale = np.maximum(round_f32(np.where(finite, amax, 0) / 448), 2.0**-126)
-    return np.where(finite, scale * round_e4m3(round_f32(x / scale)), np.nan)
+    exponent = np.maximum(scale_exponents(np.where(finite, amax, 0), 448.0), -126)
+    return np.where(finite, np.ldexp(round_e4m3(np.ldexp(x, -exponent)), exponent), np.nan)

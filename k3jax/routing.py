@@ -66,7 +66,7 @@ def pick_experts(
     A stable sort, not `top_k`, because backends differ in which of two equal scores their `top_k` returns first.
     """
     scores = jax.nn.sigmoid(logits) if config.router_activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = jax.lax.stop_gradient(scores + bias)
+    choice = jax.lax.stop_gradient(scores + bias[None, :])
     if config.num_expert_group > config.topk_group:
         choice = _best_groups_only(choice, config.num_expert_group, config.topk_group)
     ids = _descending(choice)[:, : config.experts_per_token]
@@ -104,5 +104,5 @@ def _best_groups_only(choice: Float[Array, "t e"], num_groups: int, kept: int) -
     grouped = choice.reshape(choice.shape[0], num_groups, -1)
     group_scores = jnp.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
     best = _descending(group_scores)[:, :kept]
-    is_kept = jnp.any(best[:, :, None] == jnp.arange(num_groups), axis=1)
+    is_kept = jnp.any(best[:, :, None] == jnp.arange(num_groups)[None, None, :], axis=1)
     return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

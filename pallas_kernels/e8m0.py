@@ -55,21 +55,26 @@ def apply_scale(x: Float[Array, "... k"], scales: UInt8[Array, "... b"]) -> Floa
     return jnp.where((per_element == NAN_BYTE) | jnp.isnan(x), jnp.float32(jnp.nan), product)
 
 
-def block_scales(x: Float[Array, "... k"], largest: float) -> UInt8[Array, "... b"]:
-    """For each 32 elements of float32 `x` the byte of the smallest power of two that keeps `|x| / scale <= largest`.
+def scale_bytes(blocks: Float[Array, "... n"], largest: float) -> UInt8[Array, "..."]:
+    """For each last axis of float32 `blocks` the byte of the smallest power of two with `|x| / scale <= largest`.
 
     That is `2^ceil(log2(amax / largest))`, so nothing saturates. Exponents below -127 become byte 0, as does an
     all-zero block; a block that holds an infinity or a NaN gets 255, which makes all of it NaN: poison stays visible.
     """
-    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     # Magnitudes compare like their bits, which no backend flushes; the bits of infinities and NaNs are the largest.
     bits = jax.lax.bitcast_convert_type(blocks, jnp.uint32) & 0x7FFF_FFFF
-    amax_bits = jnp.max(bits, axis=-1)
+    amax_bits = jnp.max(bits, axis=-1, initial=0)
     _, significand, exponent = decompose(jax.lax.bitcast_convert_type(amax_bits, jnp.float32))
     _, largest_significand, largest_exponent = decompose(jnp.float32(largest))
-    byte = exponent - largest_exponent + (significand > largest_significand) + BIAS
+    needs_next = (significand > largest_significand).astype(jnp.int32)
+    byte = exponent - largest_exponent + needs_next + BIAS
     byte = jnp.where(amax_bits == 0, 0, jnp.clip(byte, 0, NAN_BYTE - 1))
     return jnp.where(amax_bits >= _INFINITY, NAN_BYTE, byte).astype(jnp.uint8)
+
+
+def block_scales(x: Float[Array, "... k"], largest: float) -> UInt8[Array, "... b"]:
+    """`scale_bytes` of each 32 elements along the last axis."""
+    return scale_bytes(x.reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK), largest)
 
 
 def divide_by_scales(x: Float[Array, "... k"], scales: UInt8[Array, "... b"]) -> Float[Array, "... k"]:

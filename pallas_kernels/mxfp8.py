@@ -1,7 +1,7 @@
 """Activations in eight bits: E4M3 values with one E8M0 scale a 32-block (MXFP8), or with one float32 scale a token."""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ class _ScaledArray:
         return ((key("values"), self.values), (key("scales"), self.scales)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> Self:
+    def tree_unflatten(cls, _: None, leaves: tuple[Any, Any]) -> Any:
         # JAX also unflattens placeholders that are no arrays, so the invariants are not checked here.
         self = object.__new__(cls)
         object.__setattr__(self, "values", leaves[0])
@@ -105,11 +105,12 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 
 
 def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None = None) -> TokenScaledArray:
-    """Encodes `x [..., K]` (any float dtype) in E4M3 with one float32 scale a token: `max(amax / 448, 2^-126)`.
+    """Encodes `x [..., K]` (any float dtype) in E4M3 with one scale a token, nearest values, ties to even.
 
-    Values are the nearest E4M3 to `x / scale`, clipped to +-448 because the cast does not saturate. Magnitudes below
-    2^-126 count as zero (backends differ on float32 subnormals, so they are cleared first); the scale's floor keeps
-    the division finite. A token that holds an infinity or a NaN has scale NaN, so all its values read as NaN.
+    The scale is `2^ceil(log2(amax / 448))` (at least 2^-126), not `amax / 448`: E4M3 is as precise at either, and a power
+    of two divides exactly. By another number bfloat16 rows meet many exact ties, which go one way or the other with
+    the last bit of the backend's division. A token that holds an infinity or a NaN has scale NaN, so all its values read
+    as NaN. Any other scale is as good to read.
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
@@ -118,10 +119,10 @@ def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None =
     select.choose("quantize_fp8_token", implementation)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")
-    tiny = jnp.finfo(jnp.float32).tiny
     x = x.astype(jnp.float32)
-    x = jnp.where(jnp.abs(x) < tiny, 0, x)
-    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
-    scales = jnp.where(jnp.isfinite(amax), jnp.maximum(amax / LARGEST, tiny), jnp.float32(jnp.nan))
-    scaled = jnp.where(jnp.isnan(scales), 0, x / scales)
-    return TokenScaledArray(jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn), scales)
+    byte = e8m0.scale_bytes(x, LARGEST)[..., None]
+    poisoned = byte == e8m0.NAN_BYTE
+    exponent = jnp.maximum(byte.astype(jnp.int32) - e8m0.BIAS, -126)  # a subnormal scale would be flushed when used
+    power = e8m0.times_power_of_two(jnp.ones(byte.shape, jnp.float32), exponent)
+    values = e8m0.times_power_of_two(jnp.where(poisoned, 0, x), -exponent).astype(jnp.float8_e4m3fn)
+    return TokenScaledArray(values, jnp.where(poisoned, jnp.float32(jnp.nan), power))

@@ -15,6 +15,7 @@ from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_toke
 from pallas_kernels.situ import Activation, apply_activation
 
 Rows = Float[Array, "m k"] | MXFP8Array | TokenScaledArray
+Result = Float[Array, "m width"] | MXFP8Array | TokenScaledArray
 Weights = Float[Array, "g n k"] | MXFP4Array
 OUT_FORMATS = ("bf16", "f32", "mxfp8", "fp8_token")
 _IMPLEMENTATIONS = {"reference": reference, "xla": xla}
@@ -41,7 +42,7 @@ def grouped_matmul(
     activation: Activation | None = None,
     out_format: str,
     implementation: str | None = None,
-) -> Rows: ...
+) -> Result: ...
 
 
 def grouped_matmul(
@@ -52,7 +53,7 @@ def grouped_matmul(
     activation: Activation | None = None,
     out_format: str = "bf16",
     implementation: str | None = None,
-) -> Rows:
+) -> Result:
     """Row m of the result is `x[m] @ w[g].T`, where g is the group that row m falls into.
 
         start = 0
@@ -137,7 +138,7 @@ def _accumulator_dtype(out_format: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if out_format == "f32" else jnp.bfloat16)
 
 
-def _finish(y: Array, out_format: str) -> Rows:
+def _finish(y: Array, out_format: str) -> Result:
     if out_format == "mxfp8":
         return quantize_mxfp8(y)
     return quantize_fp8_token(y) if out_format == "fp8_token" else y
