@@ -81,6 +81,10 @@ class K3Config:
             _require_int(name, getattr(self, name), minimum=1)
         if self.routed_expert_hidden_size is not None:
             _require_int("routed_expert_hidden_size", self.routed_expert_hidden_size, minimum=1)
+        elif self.latent_moe_use_norm:
+            raise NotImplementedError(
+                "config: latent_moe_use_norm=True without routed_expert_hidden_size: there is no latent to normalise"
+            )
         if self.experts_per_token > num_experts:
             raise ValueError(f"config: num_experts_per_token={self.experts_per_token} exceeds {num_experts=}")
         groups, kept = self.num_expert_group, self.topk_group

@@ -107,10 +107,10 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None = None) -> TokenScaledArray:
     """Encodes `x [..., K]` (any float dtype) in E4M3 with one scale a token, nearest values, ties to even.
 
-    The scale is `2^ceil(log2(amax / 448))` (at least 2^-126), not `amax / 448`: E4M3 is as precise at either, and a power
-    of two divides exactly. By another number bfloat16 rows meet many exact ties, which go one way or the other with
-    the last bit of the backend's division. A token that holds an infinity or a NaN has scale NaN, so all its values read
-    as NaN. Any other scale is as good to read.
+    The scale is `2^ceil(log2(amax / 448))` (at least 2^-126), not `amax / 448`: E4M3 is as precise at either, and a
+    power of two divides exactly. By another number bfloat16 rows meet many exact ties, which go one way or the other
+    with the last bit of the backend's division. Any scale is as good to read. A token that holds an infinity or a NaN
+    has scale NaN, so all its values read as NaN.
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
