@@ -1,0 +1,108 @@
+"""The command `k3jax`. Exit status: 0 all is well, 1 a comparison failed, 2 the request or its input is wrong."""
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+# Commands import what they need when they run: `k3jax --help` must not wait seconds for JAX.
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Kimi K3's MLP and mixture-of-experts layers in JAX.",
+)
+
+JsonOption = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON.")]
+
+
+def main() -> None:
+    """The console entry point."""
+    app()
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps `compare` a command of its own, however many there are."""
+
+
+@app.command()
+def compare(
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Checkpoint folder. Default: a small embedded one.")
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="0,1,5-7", help="Layers, from 0. Default: the first dense and the first MoE layer."),
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="How many tokens.", show_default="128, or all of a capture")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the tokens, which are unit-normal bfloat16.")] = 0,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R,...",
+            help="Of bf16, w4a16, w4a8 and w4a8_fp8. Default: bf16,w4a16,w4a8; bf16 alone where experts are plain.",
+        ),
+    ] = None,
+    implementation: Annotated[
+        str | None, typer.Option(help="Of the GEMMs: reference, xla, ... Default: the fastest that runs here.")
+    ] = None,
+    against: Annotated[
+        str,
+        typer.Option(metavar="oracle|exact|FILE", help="The truth: float64 with or without rounding, or a capture."),
+    ] = "oracle",
+    quantize_plain: Annotated[
+        bool, typer.Option("--quantize-plain", help="Quantise experts that are stored plain for the w4 recipes.")
+    ] = False,
+    details: Annotated[bool, typer.Option("--details", help="Print every number, not only where stages fail.")] = False,
+    json: JsonOption = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a report with plots, one file that works offline.")
+    ] = None,
+) -> None:
+    """Compare layers with independent truth, stage by stage, and name the first stage that diverges."""
+    with _errors_in_words():
+        from k3jax import compare_run, console, outputs
+        from k3jax.report import html_report
+        from k3jax.synthetic import default_checkpoint
+
+        for path in filter(None, (json, report)):
+            outputs.require_writable(path)
+        request = compare_run.Request(
+            checkpoint=checkpoint or default_checkpoint(),
+            layers=layers,
+            recipes=None if recipe is None else tuple(part.strip() for part in recipe.split(",")),
+            tokens=tokens,
+            seed=seed,
+            implementation=implementation,
+            against=against,
+            quantize_plain=quantize_plain,
+        )
+        with console.progress_bar(Console(stderr=True)) as progress:
+            result = compare_run.run(compare_run.plan(request), progress)
+        console.print_run(Console(highlight=False), result, details=details)
+        if json is not None:
+            outputs.write_json(json, compare_run.as_json(result))
+        if report is not None:
+            outputs.write_text(report, html_report(result, command=shlex.join(["k3jax", *sys.argv[1:]])))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _errors_in_words() -> Iterator[None]:
+    """Turns what the library raises for a caller's mistake into one message and exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2) from None
