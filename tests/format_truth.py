@@ -44,7 +44,7 @@ def decode_mxfp8(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 def scale_bytes(x: np.ndarray, largest: float) -> np.ndarray:
     """For each 32 elements the first byte whose scale holds all of them, 255 where one is not finite."""
-    blocks = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], -1, BLOCK)
+    blocks = np.abs(x.astype(np.float64)).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     held = np.ldexp(largest, np.arange(-127, 128))  # exact
     byte = np.searchsorted(held, blocks.max(axis=-1), side="left")
     return np.where(np.isfinite(blocks).all(axis=-1), byte, 255).astype(np.uint8)
@@ -64,11 +64,11 @@ def encode_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def encode_fp8_token(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """E4M3 values `[..., K]` and float32 scales `[..., 1]` of finite rows."""
-    tiny = np.float32(2.0**-126)
-    x = np.where(np.abs(x.astype(np.float32)) < tiny, np.float32(0), x.astype(np.float32))
-    scales = np.maximum(np.abs(x).max(axis=-1, keepdims=True) / np.float32(448), tiny)
-    return np.clip(x / scales, np.float32(-448), np.float32(448)).astype(E4M3), scales
+    """E4M3 values `[..., K]` and float32 scales `[..., 1]` of finite rows, K > 0."""
+    held = np.ldexp(448.0, np.arange(-127, 128))
+    byte = np.searchsorted(held, np.abs(x.astype(np.float64)).max(axis=-1, keepdims=True), side="left")
+    exponent = np.maximum(byte - 127, -126)
+    return np.ldexp(x.astype(np.float64), -exponent).astype(E4M3), np.ldexp(np.float32(1), exponent)
 
 
 def _divided(x: np.ndarray, scales: np.ndarray) -> np.ndarray:
