@@ -8,7 +8,6 @@ of None leaves the up factor as it is (it does not mean 1). Both are computed in
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +16,17 @@ from jaxtyping import Array, Float
 from pallas_kernels import select
 from pallas_kernels.rounding import to_bfloat16
 
+_SMALLEST_BETA = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_BETA = float(jnp.finfo(jnp.float32).max)
+
 
 @dataclasses.dataclass(frozen=True)
 class Situ:
     """Kimi K3's activation, callable on float32 `gate` and `up` of one shape; hashable, so a compile-time choice.
 
     Raises:
-        ValueError: a beta is not a positive finite number. (The official code reads a beta of 0 or None as 1 and
-            checks nothing; a checkpoint that relies on that is more likely to be broken.)
+        ValueError: a beta is not a number that is positive, finite and normal in float32. (The official code reads a
+            beta of 0 or None as 1 and checks nothing; a checkpoint that relies on that is more likely to be broken.)
     """
 
     beta: float
@@ -38,8 +40,8 @@ class Situ:
                 raise ValueError(
                     f"Situ: {name}={value!r} must be a number, such as Kimi K3's beta=4.0, linear_beta=25.0"
                 )
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"Situ: {name}={value!r} must be positive and finite")
+            if not _SMALLEST_BETA <= value <= _LARGEST_BETA:
+                raise ValueError(f"Situ: {name}={value!r} must be positive and finite, as a normal float32")
 
     def __call__(self, gate: Float[Array, "..."], up: Float[Array, "..."]) -> Float[Array, "..."]:
         bounded_gate = self.beta * jnp.tanh(gate / self.beta) * jax.nn.sigmoid(gate)
