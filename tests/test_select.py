@@ -1,0 +1,71 @@
+"""A named implementation runs or raises, None always works, and the choice is visible."""
+
+import logging
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import explain, grouped_matmul, quantize_fp8_token, quantize_mxfp8, situ_and_mul, swiglu_and_mul
+from pallas_kernels.select import IMPLEMENTATIONS, choose
+
+OPS = ("grouped_matmul", "situ_and_mul", "swiglu_and_mul", "quantize_mxfp8", "quantize_fp8_token")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_explains_what_runs_and_why_each_other_does_not(op: str) -> None:
+    free = explain(op)
+    assert {free.chosen, *free.others} == set(IMPLEMENTATIONS)
+    assert free.chosen not in free.others
+    assert all(free.others.values())
+    assert str(free).splitlines()[0] == f"{op}: {free.chosen} runs"
+    assert len(str(free).splitlines()) == len(IMPLEMENTATIONS)
+    named = explain(op, implementation="reference")
+    assert named.chosen == "reference"
+    assert "reference was asked for" in named.others[free.chosen]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_fault_6_a_named_implementation_is_never_replaced(op: str) -> None:
+    free = explain(op)
+    for name in IMPLEMENTATIONS:
+        if name == free.chosen or "can run" in free.others[name]:
+            assert explain(op, implementation=name).chosen == name
+        else:
+            with pytest.raises(NotImplementedError, match=f"{op} has no '{name}' kernel; pass one of {free.chosen}"):
+                explain(op, implementation=name)
+    with pytest.raises(ValueError, match="implementation='cutlass' is not one of reference, xla, triton, mosaic"):
+        explain(op, implementation="cutlass")
+
+
+def test_every_op_asks_before_it_computes() -> None:
+    x, sizes = jnp.ones((2, 64), jnp.bfloat16), jnp.array([2], jnp.int32)
+    calls = (
+        lambda name: grouped_matmul(x, jnp.ones((1, 64, 64), jnp.bfloat16), sizes, implementation=name),
+        lambda name: situ_and_mul(x, beta=4.0, linear_beta=25.0, implementation=name),
+        lambda name: swiglu_and_mul(x, implementation=name),
+        lambda name: quantize_mxfp8(x, implementation=name),
+        lambda name: quantize_fp8_token(x, implementation=name),
+    )
+    for call in calls:
+        for name in (None, "reference", "xla"):
+            call(name)
+        with pytest.raises(ValueError, match="implementation='fastest'"):
+            call("fastest")
+
+
+def test_unknown_ops_raise_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="op='softmax' is not one of grouped_matmul"):
+        explain("softmax")
+
+
+def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    from pallas_kernels import select
+
+    select._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+        assert choose("grouped_matmul", None) == choose("grouped_matmul", None)
+        choose("grouped_matmul", "reference")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"grouped_matmul runs on implementation {explain('grouped_matmul').chosen!r}",
+        "grouped_matmul runs on implementation 'reference'",
+    ]
