@@ -98,6 +98,31 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    mesh: Annotated[
+        str, typer.Option(metavar="expert=8,tensor=1", help="Mesh to divide the weights over; data is an axis too.")
+    ] = "",
+    json: JsonOption = None,
+) -> None:
+    """Show a checkpoint's config, layers and tensors, what is missing or extra, and the memory its weights need."""
+    with _errors_in_words():
+        from k3jax import inspection, inspection_console, outputs
+        from k3jax.console import progress_bar
+        from sharding.mesh import parse_mesh
+
+        if json is not None:
+            outputs.require_writable(json)
+        with progress_bar(Console(stderr=True)) as progress:
+            result = inspection.inspect_checkpoint(folder, parse_mesh(mesh), progress)
+        inspection_console.print_inspection(Console(highlight=False), result)
+        if json is not None:
+            outputs.write_json(json, inspection.as_json(result))
+    if not result.problems.ok:
+        raise typer.Exit(1)
+
+
 @contextlib.contextmanager
 def _errors_in_words() -> Iterator[None]:
     """Turns what the library raises for a caller's mistake into one message and exit status 2."""

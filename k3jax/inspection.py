@@ -1,0 +1,205 @@
+"""What a checkpoint folder holds, without reading a tensor: the config, the index, and the headers of the shards.
+
+Shards that are not there (a partial download) are counted, not an error; whatever is there is held to the table of
+tensors that the config asks for.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from k3jax.checkpoint import Checkpoint
+from k3jax.config import K3Config
+from k3jax.memory import ModelMemory, model_memory
+from k3jax.safetensors_file import TensorEntry, shown
+from k3jax.tensor_table import EXPERTS, MOE, Inventory, TensorSpec, classify, layer_table
+from sharding.mesh import MeshSizes
+
+FORMAT = "k3jax-inspect-1"
+_SHOWN = 20  # Problems of one kind that are spelled out; the rest are counted.
+_KINDS = (
+    ("routed experts", EXPERTS),
+    ("shared experts", f"{MOE}shared_experts."),
+    ("latent", f"{MOE}routed_expert_"),
+    ("router", f"{MOE}gate."),
+    ("dense MLP", "mlp."),
+)
+
+
+@dataclasses.dataclass
+class Kind:
+    """Tensors of one kind: how many names, and what the headers at hand say of their dtypes and bytes.
+
+    Attributes:
+        read: by k3jax; the others belong to parts of the model that it does not compute.
+        dtypes: dtype -> how many tensors. bytes: of the tensors whose shards are there.
+    """
+
+    name: str
+    read: bool
+    count: int = 0
+    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """Everything that keeps layers from loading, by kind: how many, and the first few of them in words."""
+
+    counts: dict[str, int]
+    examples: dict[str, tuple[str, ...]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are none."""
+        return not self.counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """A checkpoint folder. `shards` counts files; `absent` are those that the index names and the folder lacks."""
+
+    path: Path
+    config: K3Config
+    tensors: int
+    shards: int
+    absent: tuple[str, ...]
+    dense_layers: tuple[int, ...]
+    moe_layers: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+    problems: Problems
+    mesh: MeshSizes
+    memory: tuple[ModelMemory, ...]
+
+
+def inspect_checkpoint(
+    path: str | Path, sizes: MeshSizes, progress: Callable[[int, int, str], None] = lambda done, total, what: None
+) -> Inspection:
+    """Looks at a checkpoint folder, and at what its weights take on each device of a mesh.
+
+    Raises:
+        FileNotFoundError, ValueError, NotImplementedError: there is no readable config or index, or the mesh cannot
+            split the model. What is wrong with single tensors and shards is listed instead.
+    """
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    memory = tuple(model_memory(config, sizes, packed=packed) for packed in (True, False))
+    inventory = classify(checkpoint.names, config)
+    found: dict[str, list[str]] = {
+        "doubled": [shown(name) for name in inventory.doubled],
+        "unknown": [shown(name) for name in inventory.unknown],
+        "missing": [f"layer {layer}: {suffix}" for layer, names in inventory.missing.items() for suffix in names],
+    }
+    entries, absent, found["unreadable shards"] = _headers(checkpoint, progress)
+    found["in the index only"] = [
+        shown(name) for name, file in checkpoint.names.items() if file in entries and name not in entries[file]
+    ]
+    found["in a shard only"] = [
+        f"{shown(name)} in {file}" for file, there in entries.items() for name in there if name not in checkpoint.names
+    ]
+    flat = {name: entry for there in entries.values() for name, entry in there.items()}
+    found["wrong dtype or shape"] = list(_mismatches(config, inventory, flat))
+    is_moe = {layer: config.is_moe(layer) for layer in range(config.num_hidden_layers)}
+    return Inspection(
+        path=checkpoint.path,
+        config=config,
+        tensors=len(checkpoint.names),
+        shards=len(set(checkpoint.names.values())),
+        absent=absent,
+        dense_layers=tuple(layer for layer, moe in is_moe.items() if not moe),
+        moe_layers=tuple(layer for layer, moe in is_moe.items() if moe),
+        kinds=_kinds(inventory, flat),
+        problems=_problems(found),
+        mesh=sizes,
+        memory=memory,
+    )
+
+
+def as_json(inspection: Inspection) -> dict[str, Any]:
+    """The inspection with its totals spelled out; FORMAT names this layout."""
+    values = {field.name: getattr(inspection, field.name) for field in dataclasses.fields(inspection)}
+    activation = inspection.config.activation
+    config = dataclasses.asdict(inspection.config)
+    config["activation"] = {"kind": type(activation).__name__, **dataclasses.asdict(activation)}
+    memory = [
+        dataclasses.asdict(item)
+        | {"total": item.total}
+        | {name: dataclasses.asdict(layer) | {"total": layer.total} for name, layer in _layers(item)}
+        for item in inspection.memory
+    ]
+    return {"format": FORMAT, "ok": inspection.problems.ok} | values | {"config": config, "memory": memory}
+
+
+def _layers(memory: ModelMemory) -> Iterator[tuple[str, Any]]:
+    yield from ((name, layer) for name, layer in (("dense", memory.dense), ("moe", memory.moe)) if layer is not None)
+
+
+Headers = dict[str, Mapping[str, TensorEntry]]
+
+
+def _headers(
+    checkpoint: Checkpoint, progress: Callable[[int, int, str], None]
+) -> tuple[Headers, tuple[str, ...], list[str]]:
+    """The headers of all shards at hand by file name; the names of absent ones; what is wrong with unreadable ones."""
+    entries: Headers = {}
+    absent, unreadable = [], []
+    files = sorted(set(checkpoint.names.values()))
+    for done, file in enumerate(files):
+        progress(done, len(files), "reading headers")
+        try:
+            entries[file] = checkpoint._shard(file).entries
+        except FileNotFoundError:
+            absent.append(file)
+        except (ValueError, OSError) as error:
+            unreadable.append(str(error))
+    progress(len(files), len(files), "done")
+    return entries, tuple(absent), unreadable
+
+
+def _mismatches(config: K3Config, inventory: Inventory, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+    for layer, names in inventory.mlp.items():
+        if not any(name in entries for name in names.values()):
+            continue
+        specs = layer_table(config, layer, names).specs
+        for suffix, name in names.items():
+            entry = entries.get(name)
+            if entry is not None and not _fits(entry, specs[suffix]):
+                spec = specs[suffix]
+                wanted = f"{' or '.join(spec.dtypes)} {list(spec.shape)}"
+                yield f"{shown(name)} is {entry.dtype} {list(entry.shape)}, not {wanted}"
+
+
+def _fits(entry: TensorEntry, spec: TensorSpec) -> bool:
+    return entry.dtype in spec.dtypes and entry.shape == spec.shape
+
+
+def _kinds(inventory: Inventory, entries: Mapping[str, TensorEntry]) -> tuple[Kind, ...]:
+    kinds: dict[str, Kind] = {}
+
+    def add(label: str, read: bool, name: str) -> None:
+        kind = kinds.setdefault(label, Kind(label, read))
+        kind.count += 1
+        entry = entries.get(name)
+        if entry is not None:
+            kind.dtypes[entry.dtype] = kind.dtypes.get(entry.dtype, 0) + 1
+            kind.bytes += entry.end - entry.begin
+
+    for names in inventory.mlp.values():
+        for suffix, name in names.items():
+            add(_kind_of(suffix), True, name)
+    for label, out_of_scope in inventory.out_of_scope.items():
+        for name in out_of_scope:
+            add(label, False, name)
+    order = [label for label, _ in _KINDS]
+    return tuple(sorted(kinds.values(), key=lambda kind: order.index(kind.name) if kind.read else len(order)))
+
+
+def _kind_of(suffix: str) -> str:
+    return next(label for label, start in _KINDS if suffix.startswith(start))
+
+
+def _problems(found: Mapping[str, list[str]]) -> Problems:
+    kept = {kind: texts for kind, texts in found.items() if texts}
+    counts = {kind: len(texts) for kind, texts in kept.items()}
+    return Problems(counts, {kind: tuple(texts[:_SHOWN]) for kind, texts in kept.items()})
