@@ -81,34 +81,38 @@ def grouped_matmul(
     Raises:
         ValueError: a shape, dtype or name is wrong.
         NotImplementedError: the named implementation cannot run this; or a gradient is asked for with respect to `w`
-            (experts are frozen) or to a quantised `x`.
+            (experts are frozen), to a quantised `x`, or through a quantised result.
     """
     _check(x, w, group_sizes, activation, out_format)
     chosen = select.choose("grouped_matmul", implementation)
     if x.shape[0] == 0:
         width = w.shape[1] // (2 if activation else 1)
-        return _finish(jnp.zeros((0, width), _accumulator_dtype(out_format)), out_format)
-    return _finish(_grouped_matmul(x, w, group_sizes, activation, _accumulator_dtype(out_format), chosen), out_format)
+        return _finish(jnp.zeros((0, width), _product_dtype(out_format)), out_format)
+    return _finish(_grouped_matmul(x, w, group_sizes, activation, out_format, chosen), out_format)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _grouped_matmul(
-    x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype, implementation: str
+    x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str, implementation: str
 ) -> Array:
-    return _batched(_IMPLEMENTATIONS[implementation].forward, activation, dtype)(x, w, group_sizes)
+    """The result before it is quantised."""
+    forward = _IMPLEMENTATIONS[implementation].forward
+    return _batched(forward, activation, _product_dtype(out_format))(x, w, group_sizes)
 
 
-def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, dtype: Any, implementation: str) -> Any:
+def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, out_format: str, implementation: str) -> Any:
     """custom_vjp's forward rule; with symbolic zeros each leaf says whether it is being differentiated."""
     if any(leaf.perturbed for leaf in jax.tree.leaves(w)):
         raise NotImplementedError("grouped_matmul has no gradient with respect to w: experts are frozen")
     if isinstance(x, MXFP8Array | TokenScaledArray) and any(leaf.perturbed for leaf in jax.tree.leaves(x)):
         raise NotImplementedError("grouped_matmul has no gradient with respect to a quantised x; pass bfloat16 rows")
+    if out_format not in ("bf16", "f32") and any(leaf.perturbed for leaf in jax.tree.leaves(x)):
+        raise NotImplementedError(f"grouped_matmul has no gradient through {out_format=}: ask for 'bf16' or 'f32'")
     x, w, group_sizes = jax.tree.map(lambda leaf: leaf.value, (x, w, group_sizes))
-    return _grouped_matmul(x, w, group_sizes, activation, dtype, implementation), (x, w, group_sizes)
+    return _grouped_matmul(x, w, group_sizes, activation, out_format, implementation), (x, w, group_sizes)
 
 
-def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, dy: Any) -> Any:
+def _backward(activation: Any, out_format: str, implementation: str, residuals: Any, dy: Any) -> Any:
     """`dx = dh @ w[g]`, where `dh` is `dy` taken back through the activation at the recomputed gate and up."""
     x, w, group_sizes = residuals
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
@@ -116,7 +120,7 @@ def _backward(activation: Any, dtype: Any, implementation: str, residuals: Any, 
     if isinstance(x, MXFP8Array | TokenScaledArray):
         return None, None, None  # never asked for: `_forward` refuses
     if activation is not None:
-        gate_up = _grouped_matmul(x, w, group_sizes, None, jnp.dtype(jnp.bfloat16), implementation)
+        gate_up = _grouped_matmul(x, w, group_sizes, None, "bf16", implementation)
         _, pullback = jax.vjp(lambda h: apply_activation(activation, h), gate_up.astype(jnp.float32))
         (dy,) = pullback(dy.astype(jnp.float32))
     dx = _batched(_IMPLEMENTATIONS[implementation].transposed)(dy.astype(jnp.bfloat16), w, group_sizes)
@@ -134,7 +138,7 @@ def _batched(function: Any, *static: Any) -> Any:
     return jax.custom_batching.sequential_vmap(lambda x, w, group_sizes: function(x, w, group_sizes, *static))
 
 
-def _accumulator_dtype(out_format: str) -> jnp.dtype:
+def _product_dtype(out_format: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if out_format == "f32" else jnp.bfloat16)
 
 
@@ -148,7 +152,7 @@ def _check(x: Rows, w: Weights, group_sizes: Array, activation: Activation | Non
     if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(f"grouped_matmul: x {x.shape} and w {w.shape} must be [M, K] and [G, N, K] with the same K")
     for name, operand in (("x", x), ("w", w)):
-        if isinstance(operand, jax.Array) and operand.dtype != jnp.bfloat16:
+        if not isinstance(operand, MXFP4Array | MXFP8Array | TokenScaledArray) and operand.dtype != jnp.bfloat16:
             raise ValueError(f"grouped_matmul: {name} is {operand.dtype}; cast it to bfloat16, or quantise it")
     if group_sizes.shape != (w.shape[0],) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
