@@ -210,14 +210,21 @@ def _router(
     if "router_logits" in truth:
         logits = difference(ours["router_logits"], truth["router_logits"])
         errors = token_errors(ours["router_logits"], truth["router_logits"])
-        checks = [_l2("logits", logits, limit.router_l2), *checks, Check("broken logits", logits.broken, 0)]
+        checks = [
+            _l2("logits", logits, limit.router_l2),
+            *checks,
+            _unbroken("logits NaN or infinite on one side only", logits),
+        ]
     if "expert_ids" in truth:
         picks = compare_picks(ids, truth["expert_ids"], _biased_scores(config, truth, bias), limit.near_tie)
         agreement = picks.agreement + picks.near_ties / max(ids.size, 1)
         checks.append(Check("pick agreement", agreement, limit.picks, at_least=True))
     if "expert_weights" in truth:
         weights = _weights(ours, truth)
-        checks += [_l2("weights", weights, limit.router_l2), Check("broken weights", weights.broken, 0)]
+        checks += [
+            _l2("weights", weights, limit.router_l2),
+            _unbroken("weights NaN or infinite on one side only", weights),
+        ]
     return StageResult(
         "router",
         checks=tuple(checks),
@@ -276,7 +283,7 @@ def _array_stage(
             Check("cosine", whole.cosine, limit.cosine, at_least=True),
             Check("worst token", float(errors.max(initial=0.0)), allowed * limit.token_factor),
             Check("difference in the share of non-zeros", abs(whole.nonzero - whole.nonzero_truth), limit.nonzero),
-            Check("NaN or infinity on one side only", whole.broken, 0),
+            _unbroken("NaN or infinite on one side only", whole),
         ),
         difference=whole,
         token_errors=tuple(errors.tolist()),
@@ -292,13 +299,17 @@ def _activation(layer: GatedMLP | MoE, config: K3Config, limit: Limits) -> Stage
     checks = (
         _l2("relative L2", whole, limit.activation_l2),
         Check("relative error of an element, RMS", relative, limit.activation_relative_rms),
-        Check("NaN or infinity on one side only", whole.broken, 0),
+        _unbroken("NaN or infinite on one side only", whole),
     )
     return StageResult("activation", checks=checks, difference=whole)
 
 
 def _l2(name: str, found: Difference, limit: float) -> Check:
     return Check(name, found.relative_l2, limit)
+
+
+def _unbroken(name: str, found: Difference) -> Check:
+    return Check(name, float(found.broken), 0.0)
 
 
 def _worst(errors: Array, numbers: Array | None = None) -> tuple[tuple[int, float], ...]:

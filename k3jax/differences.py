@@ -62,13 +62,11 @@ def expert_errors(ours: Numbers, truth: Numbers, ids: NDArray[np.integer], num_e
     """Relative L2 over the tokens that picked each expert: `[T, N], [T, N], ids [T, X] -> [E]`; NaN where none did."""
     a, b, broken = _finite(ours, truth)
     error = np.where(broken.any(axis=-1), np.inf, np.sum((a - b) ** 2, axis=-1))
-    size = np.sum(b**2, axis=-1)
-    result = np.full(num_experts, np.nan)
-    for expert in range(num_experts):
-        tokens = (ids == expert).any(axis=-1)
-        if tokens.any():
-            result[expert] = _row_ratio(error[tokens].sum(), size[tokens].sum())
-    return result
+    picked = (ids[:, :, None] == np.arange(num_experts)).any(axis=1)
+    errors, sizes = (
+        np.sum(np.where(picked, of_token[:, None], 0.0), axis=0) for of_token in (error, np.sum(b**2, axis=-1))
+    )
+    return np.where(picked.any(axis=0), _row_ratio(errors, sizes), np.nan)
 
 
 def relative_rms(ours: Numbers, truth: Numbers) -> float:

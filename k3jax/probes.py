@@ -1,7 +1,5 @@
 """Inputs made to expose what random tokens hide: the activation over its whole range, and near zero."""
 
-from typing import Protocol
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,18 +8,14 @@ from numpy.typing import NDArray
 
 from k3jax.config import K3Config
 from k3jax.differences import Difference, difference, relative_rms
+from k3jax.mlp import GatedMLP
+from k3jax.moe import MoE
 from k3jax.reference import activation, round_bf16
 from pallas_kernels import Situ
 
 _UNBOUNDED = 8.0  # How far the probe reaches on a branch that no beta bounds.
 _LINEAR_POINTS = 65
 _SMALLEST_POWER = -20
-
-
-class HasActivation(Protocol):
-    """What a layer offers to be probed: bfloat16 gate and up `[P]` in, `[P]` out."""
-
-    def activation_probe(self, gate: jax.Array, up: jax.Array) -> jax.Array: ...
 
 
 def activation_grid(config: K3Config) -> tuple[NDArray[np.generic], NDArray[np.generic]]:
@@ -34,7 +28,7 @@ def activation_grid(config: K3Config) -> tuple[NDArray[np.generic], NDArray[np.g
     return gate.reshape(-1), up.reshape(-1)
 
 
-def probe_activation(layer: HasActivation, config: K3Config) -> tuple[Difference, float]:
+def probe_activation(layer: GatedMLP | MoE, config: K3Config) -> tuple[Difference, float]:
     """The layer's activation against float64 rounded to bfloat16: over the grid, and its relative error's RMS."""
     gate, up = activation_grid(config)
     ours = np.asarray(_probe(layer, jnp.asarray(gate), jnp.asarray(up)))
@@ -43,7 +37,7 @@ def probe_activation(layer: HasActivation, config: K3Config) -> tuple[Difference
 
 
 @jax.jit
-def _probe(layer: HasActivation, gate: jax.Array, up: jax.Array) -> jax.Array:
+def _probe(layer: GatedMLP | MoE, gate: jax.Array, up: jax.Array) -> jax.Array:
     return layer.activation_probe(gate, up)
 
 

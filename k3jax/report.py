@@ -152,9 +152,9 @@ def _expert_plots(results: list[LayerComparison], names: list[str]) -> list[str]
 
 
 def _load_plot(result: LayerComparison) -> str:
-    load = result.expert_load
-    titles = [f"expert {expert}: {rows} rows" for expert, rows in enumerate(load)]
-    frame = svg.BarFrame("Expert load", "expert", max(load, default=0), sum(load) / max(len(load), 1))
+    load = [float(rows) for rows in result.expert_load]
+    titles = [f"expert {expert}: {rows:.0f} rows" for expert, rows in enumerate(load)]
+    frame = svg.BarFrame("Expert load", "expert", max(load, default=0.0), sum(load) / max(len(load), 1))
     return svg.bars(load, titles, frame, series=4, name="rows")
 
 
