@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from annotations import unchecked_annotations
+from gemm_truth import activate as truth
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_same_bits, relative_l2
@@ -17,16 +18,6 @@ from pallas_kernels import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mu
 KIMI = Situ(4.0, 25.0)
 ACTIVATIONS = [KIMI, Situ(5.0, 20.0), Situ(1.0, None), Situ(0.5, 3.0), SwiGLU()]
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
-
-
-def truth(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
-    """The formula in float64."""
-    gate, up = gate.astype(np.float64), up.astype(np.float64)
-    sigmoid = 1 / (1 + np.exp(-gate))
-    if isinstance(activation, SwiGLU):
-        return gate * sigmoid * up
-    bounded_up = up if activation.linear_beta is None else activation.linear_beta * np.tanh(up / activation.linear_beta)
-    return activation.beta * np.tanh(gate / activation.beta) * sigmoid * bounded_up
 
 
 def run(activation: Activation, gate: np.ndarray, up: np.ndarray) -> np.ndarray:
