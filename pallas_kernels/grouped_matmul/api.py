@@ -69,7 +69,7 @@ def grouped_matmul(
         x: `[M, K]`: bfloat16, `MXFP8Array` (its block scales applied before the product) or `TokenScaledArray` (its
             token scale applied to the float32 sum). The products are exact in float32.
         w: `[G, N, K]`, bfloat16 or `MXFP4Array`.
-        group_sizes: int32 `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
+        group_sizes: integers `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
         activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
         out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
         implementation: "reference", "xla", or None for the fastest that can run here.
@@ -84,6 +84,7 @@ def grouped_matmul(
             (experts are frozen), to a quantised `x`, or through a quantised result.
     """
     _check(x, w, group_sizes, activation, out_format)
+    group_sizes = group_sizes.astype(jnp.int32)  # sums of narrower ones would overflow
     chosen = select.choose("grouped_matmul", implementation)
     if x.shape[0] == 0:
         width = w.shape[1] // (2 if activation else 1)

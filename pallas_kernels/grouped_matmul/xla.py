@@ -86,7 +86,6 @@ def _loop(
 
     `offsets` are the rows of `w[g]` where each operand begins: one for a plain product, gate and up for an activation.
     """
-    group_sizes = group_sizes.astype(jnp.int32)
     stops = jnp.cumsum(group_sizes)
 
     def one_group(g: Array, y: Array) -> Array:
