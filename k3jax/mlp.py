@@ -1,5 +1,7 @@
 """`GatedMLP`: `down(activation(gate(x), up(x)))`. A dense layer (layer 0), and the shared experts of the others."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -73,4 +75,9 @@ def check_tokens(x: Array, mask: Array | None, hidden_size: int) -> None:
 
 def random_weight(rngs: nnx.Rngs, shape: tuple[int, ...]) -> Array:
     """bfloat16 normal values of variance 1 / `shape[-1]`, the fan-in."""
-    return (jax.random.normal(rngs.params(), shape) * shape[-1] ** -0.5).astype(jnp.bfloat16)
+    return _random_weight(rngs.params(), shape)
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _random_weight(key: Array, shape: tuple[int, ...]) -> Array:
+    return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(jnp.bfloat16)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels import e8m0
@@ -66,7 +67,7 @@ class MXFP4Array:
             return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
         return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
-    def __getitem__(self, index: int | slice | Array) -> "MXFP4Array":
+    def __getitem__(self, index: int | slice | Array | np.ndarray) -> "MXFP4Array":
         """Indexes the leading axes: `w[g]` is expert g of `[G, N, K]`. Rows and columns are not to be indexed."""
         return MXFP4Array(self.codes[index], self.scales[index])
 
@@ -83,6 +84,7 @@ class MXFP4Array:
         return self
 
 
+@jax.jit
 def quantize_mxfp4(x: Float[Array, "... n k"]) -> MXFP4Array:
     """Encodes `x [..., N, K]` (any float dtype, K a multiple of 32) to the nearest MXFP4 values, ties to even.
 

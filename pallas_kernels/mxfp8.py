@@ -1,6 +1,7 @@
 """Activations in eight bits: E4M3 values with one E8M0 scale a 32-block (MXFP8), or with one float32 scale a token."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -85,6 +86,7 @@ class TokenScaledArray(_ScaledArray):
         return (self.values.astype(jnp.float32) * self.scales).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("implementation",))
 def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = None) -> MXFP8Array:
     """Encodes `x [..., K]` (any float dtype, K a multiple of 32) in MXFP8, nearest values, ties to even.
 
@@ -104,6 +106,7 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
     return MXFP8Array(e8m0.divide_by_scales(finite, scales).astype(jnp.float8_e4m3fn), scales)
 
 
+@functools.partial(jax.jit, static_argnames=("implementation",))
 def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None = None) -> TokenScaledArray:
     """Encodes `x [..., K]` (any float dtype) in E4M3 with one scale a token, nearest values, ties to even.
 

@@ -45,6 +45,7 @@ def grouped_matmul(
 ) -> Result: ...
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "out_format", "implementation"))
 def grouped_matmul(
     x: Rows,
     w: Weights,
