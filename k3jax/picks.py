@@ -35,8 +35,8 @@ def compare_picks(ours: Ids, truth: Ids, scores: NDArray[Any] | None, near_tie: 
         lost = [expert for expert in theirs if expert not in mine]
         pairs = max(len(extra), len(lost), 1)  # One expert named twice instead of two leaves both lists short.
         if scores is not None and extra and lost and min(extra) >= 0 and min(lost) >= 0:
-            row = scores[token]
-            if len(extra) == len(lost) and row[lost].max() - row[extra].min() <= near_tie:
+            contested = scores[token][extra + lost]
+            if len(extra) == len(lost) and contested.max() - contested.min() <= near_tie:
                 near_ties += pairs
                 continue
         disagreeing += pairs
