@@ -69,21 +69,8 @@ def test_every_case_equals_float64(case: Case, implementation: str) -> None:
     assert_close(got, expected, tolerance)
     for m in range(used):  # a single wrong row, or small rows among large ones, must not hide in the norm
         assert relative_l2(got[m], expected[m]) < 10 * tolerance.relative_l2
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "w4a16", "w4a8", "w4a8_fp8"])
-def test_float32_results_are_float32_sums_of_exact_products(recipe: str) -> None:
-    case = Case(recipe, 40, 5, 64, 96, out_format="f32")
-    operands = make_operands(case)
-    for implementation in IMPLEMENTATIONS:
-        got = compiled(
-            operands.x,
-            operands.w,
-            jnp.asarray(operands.group_sizes),
-            out_format="f32",
-            implementation=implementation,
-        )
-        assert relative_l2(got, expected_rows(case, operands)) < 1e-6
+    if case.out_format == "f32" and case.activation is None:  # nothing is rounded but the float32 sum
+        assert relative_l2(got, expected) < 1e-6
 
 
 # ---- patterns of groups
