@@ -5,6 +5,7 @@ tensors that the config asks for.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ _KINDS = (
 )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Kind:
     """Tensors of one kind: how many names, and what the headers at hand say of their dtypes and bytes.
 
@@ -38,9 +39,9 @@ class Kind:
 
     name: str
     read: bool
-    count: int = 0
-    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
-    bytes: int = 0
+    count: int
+    dtypes: dict[str, int]
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,28 +176,20 @@ def _fits(entry: TensorEntry, spec: TensorSpec) -> bool:
 
 
 def _kinds(inventory: Inventory, entries: Mapping[str, TensorEntry]) -> tuple[Kind, ...]:
-    kinds: dict[str, Kind] = {}
-
-    def add(label: str, read: bool, name: str) -> None:
-        kind = kinds.setdefault(label, Kind(label, read))
-        kind.count += 1
-        entry = entries.get(name)
-        if entry is not None:
-            kind.dtypes[entry.dtype] = kind.dtypes.get(entry.dtype, 0) + 1
-            kind.bytes += entry.end - entry.begin
-
-    for names in inventory.mlp.values():
-        for suffix, name in names.items():
-            add(_kind_of(suffix), True, name)
-    for label, out_of_scope in inventory.out_of_scope.items():
-        for name in out_of_scope:
-            add(label, False, name)
-    order = [label for label, _ in _KINDS]
-    return tuple(sorted(kinds.values(), key=lambda kind: order.index(kind.name) if kind.read else len(order)))
+    """Every name of the inventory, by kind: what k3jax reads in the order of _KINDS, then the rest."""
+    names: dict[str, list[str]] = {label: [] for label, _ in _KINDS}
+    for of_layer in inventory.mlp.values():
+        for suffix, name in of_layer.items():
+            label = next(label for label, start in _KINDS if suffix.startswith(start))
+            names[label].append(name)
+    read = [_kind(label, True, of_kind, entries) for label, of_kind in names.items() if of_kind]
+    return tuple(read + [_kind(label, False, rest, entries) for label, rest in inventory.out_of_scope.items()])
 
 
-def _kind_of(suffix: str) -> str:
-    return next(label for label, start in _KINDS if suffix.startswith(start))
+def _kind(label: str, read: bool, names: list[str], entries: Mapping[str, TensorEntry]) -> Kind:
+    here = [entries[name] for name in names if name in entries]
+    dtypes = Counter(entry.dtype for entry in here)
+    return Kind(label, read, len(names), dict(dtypes), sum(entry.end - entry.begin for entry in here))
 
 
 def _problems(found: Mapping[str, list[str]]) -> Problems:

@@ -122,6 +122,8 @@ def _stages_plot(results: list[LayerComparison], names: list[str]) -> str:
 def _histogram_plot(results: list[LayerComparison]) -> str:
     outputs = [result.stage("output") for result in results]
     counts = [() if output is None else output.histogram for output in outputs]
+    if not any(counts):  # A partial capture may lack the output.
+        return ""
     return svg.steps(counts, first_power=HISTOGRAM_FIRST, label="Histogram of errors of the output")
 
 

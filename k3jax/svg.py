@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Number = int | float
 WIDTH = 440
 _LEFT, _RIGHT = 78, 16
 _MARKERS = 4
@@ -132,7 +133,7 @@ def legend_marker(series: int) -> str:
     return f'<svg class="key c{series}" viewBox="0 0 12 12" aria-hidden="true">{_marker(series, 6, 6)}</svg>'
 
 
-def _marker(series: int, x: float, y: float) -> str:
+def _marker(series: int, x: Number, y: Number) -> str:
     """Shapes differ as well as colours: circle, square, triangle, diamond."""
     kind = series % _MARKERS
     if kind == 0:
@@ -143,7 +144,7 @@ def _marker(series: int, x: float, y: float) -> str:
     return f'<polygon points="{" ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)}"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, kind: str = "tick") -> str:
+def _text(x: Number, y: Number, text: str, anchor: str, kind: str = "tick") -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
@@ -155,7 +156,7 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 and value == round(value) else f"{value:.1e}"
 
 
-def _figure(content: str, height: float, label: str) -> str:
+def _figure(content: str, height: Number, label: str) -> str:
     return (
         f'<svg class="plot" viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">{content}</svg>'
     )
