@@ -62,7 +62,7 @@ def _layer_table(results: list[LayerComparison], console: Console) -> Table:
     first = shown[0]
     kind = "dense" if first.kind == "dense" else f"mixture of {len(first.expert_load)} experts"
     title = Text(f"Layer {first.layer}, {kind}", "bold")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", no_wrap=True)
     for result in shown:
         heading = "every recipe" if first.kind == "dense" else result.recipe
@@ -78,7 +78,9 @@ def _layer_table(results: list[LayerComparison], console: Console) -> Table:
 
 def _limit(checks: list[Check | None]) -> str:
     known = [check for check in checks if check is not None]
-    limits = dict.fromkeys(f"{check.limit:.2%}" if _is_share(check) else f"{check.limit:g}" for check in known)
+    limits = dict.fromkeys(
+        f"{check.limit:.2%}" if _is_share(check) else f"{check.limit:g}".replace("e-0", "e-") for check in known
+    )
     return f"{'≥' if known[0].at_least else '≤'} {' / '.join(limits)}" if known else ""
 
 
@@ -115,11 +117,11 @@ def _cell(stage: StageResult | None, check: Check | None, console: Console) -> T
 def _number(check: Check) -> str:
     if _is_share(check):
         return f"{check.value:.2%}" if check.value < 1 else "100%"
-    return f"{check.value:.6f}" if check.name == "cosine" else _short(check.value)
+    return f"{check.value:.5f}" if check.name == "cosine" else _short(check.value)
 
 
 def _short(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
+    return "0" if value == 0 else f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
 def _mark(ok: bool, console: Console) -> str:
@@ -131,13 +133,13 @@ def _mark(ok: bool, console: Console) -> str:
 def _details(result: LayerComparison, console: Console) -> Table:
     """Every number of one layer and recipe."""
     title = Text(f"Layer {result.layer}, {result.recipe}: all numbers", "bold")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("stage", no_wrap=True)
     for heading in ("rel. L2", "cosine", "max error", "non-zero %", "worst token"):  # non-zero: ours / the truth's
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in result.stages:
         name = Text(f"{stage.stage} {_mark(stage.ok, console)}", "" if stage.ok else "bold red")
-        worst = f"{stage.worst_tokens[0][0]}: {stage.worst_tokens[0][1]:.1e}" if stage.worst_tokens else ""
+        worst = "".join(f"{token}: {_short(error)}" for token, error in stage.worst_tokens[:1])
         table.add_row(name, *_difference_cells(stage.difference), worst)
     return table
 

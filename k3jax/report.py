@@ -53,13 +53,18 @@ def _facts(facts: Iterable[tuple[str, object]]) -> str:
 def _overview(run: Run) -> str:
     """One row a layer and recipe: verdict, first divergence, the output's error."""
     rows = []
+    dense: set[int] = set()
     for result in run.results:
+        if result.layer in dense:  # Its one result stands for all recipes.
+            continue
+        dense |= {result.layer} if result.kind == "dense" else set()
+        recipe = "every recipe" if result.kind == "dense" else result.recipe
         first, output = result.first_divergence, result.stage("output")
         error = "" if output is None or output.difference is None else _sci(output.difference.relative_l2)
         said = "all stages agree" if first is None else f"first divergence: {first.stage}"
         rows.append(
             f'<tr class="{_status(result.ok)}"><td><a href="#layer-{result.layer}">{result.layer}</a></td>'
-            f"<td>{result.kind}</td><td>{escape(result.recipe)}</td><td>{_verdict(result.ok, said)}</td>"
+            f"<td>{result.kind}</td><td>{escape(recipe)}</td><td>{_verdict(result.ok, said)}</td>"
             f'<td class="n">{error}</td></tr>'
         )
     return _table(("Layer", "Kind", "Recipe", "Verdict", "Output, relative L2"), rows)
