@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import e8m0, select
+from pallas_kernels.rounding import to_e4m3
 
 LARGEST = 448.0  # the largest E4M3 magnitude
 
@@ -103,7 +104,7 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
     x = x.astype(jnp.float32)
     scales = e8m0.block_scales(x, LARGEST)
     finite = jnp.where(jnp.repeat(scales, e8m0.BLOCK, axis=-1) == e8m0.NAN_BYTE, 0, x)
-    return MXFP8Array(e8m0.divide_by_scales(finite, scales).astype(jnp.float8_e4m3fn), scales)
+    return MXFP8Array(to_e4m3(e8m0.divide_by_scales(finite, scales)), scales)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -127,5 +128,5 @@ def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None =
     poisoned = byte == e8m0.NAN_BYTE
     exponent = jnp.maximum(byte.astype(jnp.int32) - e8m0.BIAS, -126)  # a subnormal scale would be flushed when used
     power = e8m0.times_power_of_two(jnp.ones(byte.shape, jnp.float32), exponent)
-    values = e8m0.times_power_of_two(jnp.where(poisoned, 0, x), -exponent).astype(jnp.float8_e4m3fn)
+    values = to_e4m3(e8m0.times_power_of_two(jnp.where(poisoned, 0, x), -exponent))
     return TokenScaledArray(values, jnp.where(poisoned, jnp.float32(jnp.nan), power))
