@@ -75,6 +75,16 @@ def test_the_gradient_for_x_equals_float64(
     assert not np.asarray(dx[used:]).any()
 
 
+def test_the_gradient_adds_up_over_several_column_tiles() -> None:
+    operands = make_operands(Case("w4a16", 24, 2, 2048, 2048, "balanced"))
+    sizes = jnp.asarray(operands.group_sizes)
+    dy = round_bf16(np.random.default_rng(8).standard_normal((24, 2048)))
+    _, pullback = jax.vjp(lambda x: grouped_matmul(x, operands.w, sizes, implementation="xla"), operands.x)
+    (dx,) = pullback(jnp.asarray(dy, jnp.bfloat16))
+    expected = grouped_input_gradient(as_float64(operands.x), dense64(operands.w), operands.group_sizes, None, dy)
+    assert_close(dx, round_bf16(expected), KERNEL_TOLERANCES["w4a16"])
+
+
 def test_the_truth_s_gradient_is_that_of_its_forward_formula() -> None:
     """`grouped_input_gradient` against differences of `grouped_product` along a random direction."""
     rng = np.random.default_rng(6)
