@@ -24,7 +24,7 @@ from k3jax.differences import Difference, difference, expert_errors, histogram, 
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
 from k3jax.picks import Picks, by_expert, compare_picks, same_sets
-from k3jax.probes import probe_activation
+from k3jax.probes import probe_activation, probe_picks
 from k3jax.reference import oracle_trace
 from k3jax.tolerances import Against, Limits, limits
 
@@ -200,7 +200,7 @@ def _load(ids: Array, config: K3Config) -> tuple[int, ...]:
 def _router(
     layer: GatedMLP | MoE, config: K3Config, tensors: Stages, ours: Stages, truth: Stages, limit: Limits
 ) -> StageResult:
-    """Picks as sets, logits and weights, and the bias that the layer holds, which picks alone would rarely betray."""
+    """Logits, weights, picks as sets (of the tokens, and of a probe that barely chooses), and the bias it holds."""
     if "expert_ids" not in ours or not isinstance(layer, MoE):
         return StageResult("router", missing="the layer has no router")
     ids, bias = ours["expert_ids"], tensors[_ROUTER_BIAS]
@@ -219,6 +219,9 @@ def _router(
         picks = compare_picks(ids, truth["expert_ids"], _biased_scores(config, truth, bias), limit.near_tie)
         agreement = picks.agreement + picks.near_ties / max(ids.size, 1)
         checks.append(Check("pick agreement", agreement, limit.picks, at_least=True))
+    edge = probe_picks(layer, config, tensors)
+    if edge is not None:
+        checks.append(Check("agreement of close picks", edge.agreement, limit.close_picks, at_least=True))
     if "expert_weights" in truth:
         weights = _weights(ours, truth)
         checks += [

@@ -195,14 +195,17 @@ def _stage_row(stage: StageResult) -> str:
     if found is not None and stage.checks:
         cells = [_sci(found.relative_l2), f"{stage.checks[0].limit:g}", f"{found.cosine:.6f}", _sci(found.max_error)]
         cells += [f"{found.nonzero:.2%}", f"{found.nonzero_truth:.2%}"]
-    worst = ", ".join(f"{token} ({error:.1e})" for token, error in stage.worst_tokens[:3])
+    worst = ", ".join(f"{token} ({error:.1e})" for token, error in stage.worst_tokens[:2])
     row = (
         f'<tr class="{_status(stage.ok)}"><td>{escape(stage.stage)}</td><td>{_verdict(stage.ok)}</td>'
         + "".join(f'<td class="n">{cell}</td>' for cell in cells)
         + f"<td>{worst}</td></tr>"
     )
-    notes = [f"failed: {reason}" for reason in stage.reasons] + list(_notes(stage))
-    return row + "".join(f'<tr class="note"><td></td><td colspan="8">{escape(note)}</td></tr>' for note in notes)
+    failed = [("note wrong", f"failed: {'; '.join(stage.reasons)}")] if stage.reasons else []
+    notes = failed + [("note", note) for note in _notes(stage)]
+    return row + "".join(
+        f'<tr class="{kind}"><td></td><td colspan="8">{escape(note)}</td></tr>' for kind, note in notes
+    )
 
 
 def _notes(stage: StageResult) -> Iterable[str]:

@@ -68,7 +68,7 @@ th, td { padding: .42rem .9rem .42rem 0; border-bottom: 1px solid var(--line); t
 th { color: var(--soft); font-weight: 500; }
 td.n { font-variant-numeric: tabular-nums; }
 .note td { padding-top: 0; color: var(--soft); font-size: .88rem; white-space: normal; }
-tr.fail + .note td { color: var(--bad); }
+.wrong td { color: var(--bad); }
 .pill { padding: .08rem .5rem; border-radius: 99px; font-size: .88em; white-space: nowrap; }
 .pill.pass { background: var(--good-bg); color: var(--good); }
 .pill.fail { background: var(--bad-bg); color: var(--bad); }

@@ -29,6 +29,7 @@ class Limits:
         router_l2: of the router's logits and weights. Accumulating D = 7168 products in float32 costs about 3e-7;
             rounding the logits to bfloat16 costs 2e-3, and moves picks.
         picks: the share of (token, slot) pairs that must agree, as sets.
+        close_picks: the same of the router's probe, made of tokens that barely choose, but never nearly tie.
         near_tie: picks whose biased scores differ by less than this may go either way: float32 can't tell them apart.
         activation_l2: of the activation probe.
         activation_relative_rms: the root mean square of its elements' *relative* errors, in which small values weigh
@@ -42,6 +43,7 @@ class Limits:
     token_factor: float = 10.0
     nonzero: float = 0.01
     picks: float = 0.9999
+    close_picks: float = 1.0
     near_tie: float = 1e-6
     activation_l2: float = 1e-3
     activation_relative_rms: float = 1e-3

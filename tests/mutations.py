@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from k3jax.experts import FrozenExperts
 from k3jax.moe import MoE
-from k3jax.routing import Router
+from k3jax.routing import Router, Routing, pick_experts
 from pallas_kernels import MXFP4Array, Situ, SwiGLU
 
 Mutation = Callable[[MoE], None]
@@ -23,6 +23,21 @@ class RoundedRouter(Router):
 
     def logits(self, x: Float[Array, "t d"]) -> Float[Array, "t e"]:
         return super().logits(x).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+class RoundedInputRouter(Router):
+    """A router that reads its input rounded to bfloat16."""
+
+    def logits(self, x: Float[Array, "t d"]) -> Float[Array, "t e"]:
+        return super().logits(x.astype(jnp.bfloat16))
+
+
+class RoundedBiasMoE(MoE):
+    """A layer that holds the bias in float32, and rounds it when it picks."""
+
+    def _pick(self, logits_TE: Array, mask: Array | None) -> Routing:
+        bias = self.router.bias[...].astype(jnp.bfloat16).astype(jnp.float32)
+        return pick_experts(logits_TE, bias, self.config, mask)
 
 
 def swap_gate_and_up(layer: MoE) -> None:
@@ -73,6 +88,14 @@ def round_logits(layer: MoE) -> None:
     layer.router = RoundedRouter(layer.router.weight[...], layer.router.bias[...])
 
 
+def round_input_of_router(layer: MoE) -> None:
+    layer.router = RoundedInputRouter(layer.router.weight[...], layer.router.bias[...])
+
+
+def round_bias_when_picking(layer: MoE) -> None:
+    layer.__class__ = RoundedBiasMoE
+
+
 def swap_nibbles(layer: MoE) -> None:
     _edit_packed(layer.w13, lambda codes: (codes >> 4) | (codes << 4), lambda scales: scales)
 
@@ -105,6 +128,8 @@ MUTATIONS: dict[Mutation, str] = {
     linear_beta_off: "activation",
     linear_beta_low: "activation",
     round_logits: "router",
+    round_input_of_router: "router",
+    round_bias_when_picking: "router",
     swap_nibbles: "experts",
     shift_scale_blocks: "experts",
     bfloat16_bias: "router",

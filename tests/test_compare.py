@@ -22,7 +22,7 @@ from k3jax.loading import load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
 from k3jax.picks import compare_picks
-from k3jax.probes import activation_grid
+from k3jax.probes import activation_grid, boundary_tokens
 from k3jax.reference import oracle_trace
 from k3jax.safetensors_writer import NewTensor, write_header, write_tensor
 from k3jax.synthetic import write_checkpoint
@@ -132,6 +132,21 @@ def test_the_probe_reaches_twice_the_betas_and_close_to_zero(folder: Path) -> No
     assert gate.astype(np.float64).max() == up.astype(np.float64).max() == 8
     _, up = activation_grid(dataclasses.replace(config, activation=Situ(4.0, None)))
     assert up.astype(np.float64).max() == 8
+
+
+def test_the_tokens_of_the_router_probe_barely_choose(folder: Path) -> None:
+    checkpoint = Checkpoint.open(folder)
+    tensors = checkpoint.read_layer(1)
+    x = boundary_tokens(checkpoint.config, tensors)
+    assert len(x) >= 20
+    assert x.dtype == np.float32
+    scores = np.sort(oracle_trace(checkpoint.config, tensors, x, recipe="bf16")["expert_scores"], axis=-1)
+    gap = scores[:, -2] - scores[:, -3]  # X = 2
+    assert gap.min() >= 3e-6
+    assert gap.max() <= 2e-5
+    for change in ({"num_experts_per_token": 8}, {"num_expert_group": 4, "topk_group": 2}):
+        config = dataclasses.replace(checkpoint.config, **change)
+        assert boundary_tokens(config, tensors).shape == (0, 96)
 
 
 @given(st.sets(st.integers(0, 92), min_size=1))
