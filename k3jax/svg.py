@@ -91,7 +91,7 @@ def bars(values: Sequence[float], titles: Sequence[str], frame: BarFrame, *, ser
     parts = [_text(_LEFT - 10, top + 5, _short(largest), "end"), _text(_LEFT - 10, top + height + 2, "0", "end")]
     parts.append(_text(WIDTH - _RIGHT, 11, name, "end"))
     for index, (value, title) in enumerate(zip(values, titles, strict=True)):
-        if math.isnan(value):
+        if math.isnan(value) or value == 0:
             continue
         shape = "broken" if math.isinf(value) else f"c{series}"
         parts.append(
