@@ -61,11 +61,9 @@ class MXFP4Array:
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"MXFP4Array.dequantize: dtype={jnp.dtype(dtype).name} is not a floating-point type")
-        bits = _value_bits(_unpack(self.codes), jnp.repeat(self.scales, e8m0.BLOCK, axis=-1))
         if jnp.dtype(dtype) == jnp.bfloat16:
-            # The significand has two bits, so bfloat16 is float32's upper half, and no cast can flush a subnormal.
-            return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+            return jax.lax.bitcast_convert_type(_value_bits(self, jnp.int16, mantissa=7), jnp.bfloat16)
+        return jax.lax.bitcast_convert_type(_value_bits(self, jnp.int32, mantissa=23), jnp.float32).astype(dtype)
 
     def __getitem__(self, index: int | slice | Array | np.ndarray) -> "MXFP4Array":
         """Indexes the leading axes: `w[g]` is expert g of `[G, N, K]`. Rows and columns are not to be indexed."""
@@ -111,15 +109,20 @@ def quantize_mxfp4(x: Float[Array, "... n k"]) -> MXFP4Array:
     return MXFP4Array(code[..., 0::2] | (code[..., 1::2] << 4), scales)
 
 
-def _unpack(codes: UInt8[Array, "... half"]) -> UInt8[Array, "... k"]:
-    return jnp.stack([codes & 0xF, codes >> 4], axis=-1).reshape(*codes.shape[:-1], codes.shape[-1] * 2)
-
-
-def _value_bits(code: UInt8[Array, "..."], scale: UInt8[Array, "..."]) -> Array:
-    """float32 bits of every code under its scale byte."""
-    field = (code & 7).astype(jnp.uint32)  # two exponent bits, one mantissa bit
+def _value_bits(w: MXFP4Array, integer: type, *, mantissa: int) -> Array:
+    """Every value's bits in a float format of eight exponent and `mantissa` mantissa bits, as integers of its width."""
+    pairs = jnp.stack([w.codes & 0xF, w.codes >> 4], axis=-1)
+    code = pairs.reshape(*w.scales.shape, e8m0.BLOCK).astype(integer)
+    scale = w.scales[..., None].astype(integer)
+    field = code & 7  # two exponent bits, one mantissa bit
     # Code 1 is the format's subnormal, 0.5; from 2 on the exponent is field // 2 - 1 and the mantissa bit field % 2.
-    significand = jnp.where(field < 2, field << 23, (jnp.uint32(2) | (field & 1)) << 22)
-    exponent = jnp.where(field < 2, -1, (field >> 1).astype(jnp.int32) - 1)
-    bits = e8m0.compose(code >= 8, significand, exponent + scale.astype(jnp.int32) - e8m0.BIAS)
-    return jnp.where(scale == e8m0.NAN_BYTE, jnp.uint32(0x7FC0_0000), bits)
+    significand = jnp.where(field < 2, field << mantissa, (2 | (field & 1)) << (mantissa - 1))
+    biased = scale + jnp.where(field < 2, -1, (field >> 1) - 1)
+    normal = (jnp.clip(biased, 1, 254) << mantissa) | (significand & ((1 << mantissa) - 1))
+    subnormal = significand >> jnp.clip(1 - biased, 0, mantissa)  # exact: two bits at the top, shifted by two at most
+    magnitude = jnp.where(biased >= 1, normal, subnormal)
+    magnitude = jnp.where(biased >= 255, 0xFF << mantissa, magnitude)  # infinity
+    magnitude = jnp.where(significand == 0, 0, magnitude)
+    sign = jnp.where(code >= 8, jnp.iinfo(integer).min, 0).astype(integer)
+    nan = 0x1FF << (mantissa - 1)
+    return jnp.where(scale == e8m0.NAN_BYTE, nan, magnitude | sign).astype(integer).reshape(w.shape)
