@@ -1,11 +1,11 @@
 """Kimi K3's MLP and mixture-of-experts layers in JAX, straight from the released checkpoint."""
 
+from k3jax.checkpoint.synthetic import default_checkpoint
 from k3jax.config import K3Config
 from k3jax.loading import LoadOptions, load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE, MoEArrays
 from k3jax.routing import ExpertLoad, Routing, expert_load
-from k3jax.synthetic import default_checkpoint
 
 __all__ = [
     "ExpertLoad",

@@ -71,13 +71,15 @@ def compare(
 ) -> None:
     """Compare layers with independent truth, stage by stage, and name the first stage that diverges."""
     with _errors_in_words():
-        from k3jax import compare_run, console, outputs
-        from k3jax.report import html_report
-        from k3jax.synthetic import default_checkpoint
+        from k3jax import outputs
+        from k3jax.checkpoint.synthetic import default_checkpoint
+        from k3jax.compare import console, run
+        from k3jax.compare.report import html_report
+        from k3jax.progress import progress_bar
 
         for path in filter(None, (json, report)):
             outputs.require_writable(path)
-        request = compare_run.Request(
+        request = run.Request(
             checkpoint=checkpoint or default_checkpoint(),
             layers=layers,
             recipes=None if recipe is None else tuple(part.strip() for part in recipe.split(",")),
@@ -87,11 +89,11 @@ def compare(
             against=against,
             quantize_plain=quantize_plain,
         )
-        with console.progress_bar(Console(stderr=True)) as progress:
-            result = compare_run.run(compare_run.plan(request), progress)
+        with progress_bar(Console(stderr=True)) as progress:
+            result = run.run(run.plan(request), progress)
         console.print_run(Console(highlight=False), result, details=details)
         if json is not None:
-            outputs.write_json(json, compare_run.as_json(result))
+            outputs.write_json(json, run.as_json(result))
         if report is not None:
             outputs.write_text(report, html_report(result, command=shlex.join(["k3jax", *sys.argv[1:]])))
     if not result.ok:
@@ -108,17 +110,18 @@ def inspect(
 ) -> None:
     """Show a checkpoint's config, layers and tensors, what is missing or extra, and the memory its weights need."""
     with _errors_in_words():
-        from k3jax import inspection, inspection_console, outputs
-        from k3jax.console import progress_bar
+        from k3jax import outputs
+        from k3jax.inspection import console, summary
+        from k3jax.progress import progress_bar
         from sharding.mesh import parse_mesh
 
         if json is not None:
             outputs.require_writable(json)
         with progress_bar(Console(stderr=True)) as progress:
-            result = inspection.inspect_checkpoint(folder, parse_mesh(mesh), progress)
-        inspection_console.print_inspection(Console(highlight=False), result)
+            result = summary.inspect_checkpoint(folder, parse_mesh(mesh), progress)
+        console.print_inspection(Console(highlight=False), result)
         if json is not None:
-            outputs.write_json(json, inspection.as_json(result))
+            outputs.write_json(json, summary.as_json(result))
     if not result.problems.ok:
         raise typer.Exit(1)
 

@@ -17,11 +17,11 @@ import ml_dtypes
 import numpy as np
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
+from k3jax.checkpoint.tensor_table import EXPERTS, MOE
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, Weights
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE, MoEArrays
-from k3jax.tensor_table import EXPERTS, MOE
 from pallas_kernels import MXFP4Array, quantize_mxfp4
 
 _ALIGNMENT = 64  # JAX's CPU backend takes NumPy memory of this alignment over instead of copying it.

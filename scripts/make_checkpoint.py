@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from k3jax.synthetic import synthetic_config, write_checkpoint
+from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
 
 REAL_WIDTHS = {"hidden_size": 7168, "intermediate_size": 33792, "latent_size": 3584, "expert_width": 3072}
 

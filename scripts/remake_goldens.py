@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from k3jax.cache import cache_root
-from k3jax.capture import Capture
-from k3jax.synthetic import default_checkpoint
+from k3jax.checkpoint.cache import cache_root
+from k3jax.checkpoint.synthetic import default_checkpoint
+from k3jax.compare.capture import Capture
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden-embedded.safetensors"

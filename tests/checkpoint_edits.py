@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from k3jax.checkpoint import CONFIG, INDEX
-from k3jax.safetensors_file import DTYPES, SafetensorsFile
-from k3jax.safetensors_writer import write_safetensors
-from k3jax.synthetic import synthetic_config, write_checkpoint
+from k3jax.checkpoint.safetensors_file import DTYPES, SafetensorsFile
+from k3jax.checkpoint.safetensors_writer import write_safetensors
+from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
 
 PREFIX = "language_model.model.layers.1.block_sparse_moe."
 Stored = dict[str, tuple[str, np.ndarray]]

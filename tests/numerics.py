@@ -1,7 +1,7 @@
 """Comparisons that cannot pass by accident, and the tolerances of one kernel against its reference, as data.
 
 Never an absolute tolerance: outputs of standard deviation 0.04 would let zeros through. A NaN or an infinity never
-passes. The tolerances of whole layers are `k3jax.tolerances`.
+passes. The tolerances of whole layers are `k3jax.compare.tolerances`.
 """
 
 import dataclasses

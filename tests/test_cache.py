@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from checkpoint_edits import tiny_config
 
-from k3jax import cache, synthetic
-from k3jax.checkpoint import CONFIG, Checkpoint
-from k3jax.synthetic import default_checkpoint
+from k3jax.checkpoint import CONFIG, Checkpoint, cache, synthetic
+from k3jax.checkpoint.synthetic import default_checkpoint
 
 
 @pytest.fixture

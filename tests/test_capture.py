@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from k3jax.capture import STAGES, Capture
+from k3jax.checkpoint.synthetic import synthetic_config
+from k3jax.compare.capture import STAGES, Capture
 from k3jax.config import K3Config
-from k3jax.synthetic import synthetic_config
 
 BF16 = ml_dtypes.bfloat16
 METADATA = {"format": "k3jax-capture-1", "engine": "a test", "recipe": "w4a8", "rounding_order": "engine"}

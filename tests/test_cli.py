@@ -12,8 +12,8 @@ from checkpoint_edits import edit_config, rewrite, tiny_checkpoint
 from mutations import MUTATIONS, double_an_expert, swap_gate_and_up
 from typer.testing import CliRunner, Result
 
-from k3jax import compare_run
 from k3jax.cli import app
+from k3jax.compare import run as compare_run
 from k3jax.loading import load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE

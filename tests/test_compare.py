@@ -14,19 +14,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from k3jax.checkpoint import Checkpoint
-from k3jax.compare import Check, compare_layer
-from k3jax.compare_run import Request, Run, parse_layers, plan, run, unit_normal
+from k3jax.checkpoint.safetensors_writer import NewTensor, write_header, write_tensor
+from k3jax.checkpoint.synthetic import write_checkpoint
+from k3jax.compare.differences import HISTOGRAM_FIRST, difference, expert_errors, histogram, relative_rms, token_errors
+from k3jax.compare.layer import Check, compare_layer
+from k3jax.compare.picks import compare_picks
+from k3jax.compare.probes import activation_grid, boundary_tokens
+from k3jax.compare.run import Request, Run, parse_layers, plan, run, unit_normal
+from k3jax.compare.tolerances import AGAINST, TOLERANCES, limits
 from k3jax.config import K3Config
-from k3jax.differences import HISTOGRAM_FIRST, difference, expert_errors, histogram, relative_rms, token_errors
 from k3jax.loading import load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from k3jax.picks import compare_picks
-from k3jax.probes import activation_grid, boundary_tokens
 from k3jax.reference import oracle_trace
-from k3jax.safetensors_writer import NewTensor, write_header, write_tensor
-from k3jax.synthetic import write_checkpoint
-from k3jax.tolerances import AGAINST, TOLERANCES, limits
 from pallas_kernels import Situ, SwiGLU
 
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")

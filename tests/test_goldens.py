@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3jax.capture import Capture
 from k3jax.checkpoint import Checkpoint
+from k3jax.checkpoint.synthetic import default_checkpoint
+from k3jax.compare.capture import Capture
 from k3jax.loading import load_layer
 from k3jax.reference import oracle_trace
-from k3jax.synthetic import default_checkpoint
 from pallas_kernels import Situ
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from k3jax.checkpoint import INDEX
 from k3jax.cli import app
 from k3jax.config import K3Config
-from k3jax.inspection import Inspection, inspect_checkpoint
-from k3jax.inspection_console import readable
-from k3jax.memory import model_memory, moe_memory
+from k3jax.inspection.console import readable
+from k3jax.inspection.memory import model_memory, moe_memory
+from k3jax.inspection.summary import Inspection, inspect_checkpoint
 from sharding.mesh import MeshSizes
 
 ONE = MeshSizes()

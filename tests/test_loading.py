@@ -14,10 +14,10 @@ from checkpoint_edits import Stored, edit_config, read_all, rewrite, tiny_checkp
 from flax import nnx
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
+from k3jax.checkpoint.synthetic import write_checkpoint
 from k3jax.loading import LoadOptions, load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from k3jax.synthetic import write_checkpoint
 from pallas_kernels import MXFP4Array, Situ, quantize_mxfp4
 
 DATA = Path(__file__).parent / "data"

@@ -13,9 +13,9 @@ from layers import SMALL, checkpoint_tensors, random_arrays, random_layer, rando
 from numerics import as_float64, assert_same_bits, relative_l2
 
 from k3jax import GatedMLP, MoE, Routing
+from k3jax.compare.tolerances import limits
 from k3jax.experts import RECIPES, FrozenExperts
 from k3jax.reference import oracle_trace
-from k3jax.tolerances import limits
 from pallas_kernels import MXFP4Array, Situ, SwiGLU
 
 STAGES = ["router_logits", "expert_ids", "expert_weights", "latent", "expert_sum", "normed_latent", "shared", "output"]

@@ -10,11 +10,11 @@ from checkpoint_edits import tiny_config
 from mutations import DOUBLED, MUTATIONS, Mutation, bfloat16_bias, double_an_expert, drop_the_norm, linear_beta_off
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
-from k3jax.compare import LayerComparison, compare_layer
-from k3jax.compare_run import unit_normal
+from k3jax.checkpoint.synthetic import write_checkpoint
+from k3jax.compare.layer import LayerComparison, compare_layer
+from k3jax.compare.run import unit_normal
 from k3jax.loading import load_layer
 from k3jax.moe import MoE
-from k3jax.synthetic import write_checkpoint
 
 TOKENS = 48
 BIAS = "block_sparse_moe.gate.e_score_correction_bias"

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from k3jax import reference
-from k3jax import reference_formats as formats
-from k3jax.reference_recipes import RECIPES, Mode
+from k3jax.reference import formats
+from k3jax.reference import layer as reference
+from k3jax.reference.recipes import RECIPES, Mode
 
 BF16 = ml_dtypes.bfloat16
 

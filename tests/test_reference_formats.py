@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from k3jax import reference_formats as formats
+from k3jax.reference import formats
 
 BF16 = ml_dtypes.bfloat16
 Rounding = Callable[[np.ndarray], np.ndarray]

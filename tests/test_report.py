@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from k3jax import svg
-from k3jax.compare import Check, LayerComparison, StageResult
-from k3jax.compare_run import Run
-from k3jax.differences import Difference
-from k3jax.picks import Picks
-from k3jax.report import html_report
+from k3jax.compare import svg
+from k3jax.compare.differences import Difference
+from k3jax.compare.layer import Check, LayerComparison, StageResult
+from k3jax.compare.picks import Picks
+from k3jax.compare.report import html_report
+from k3jax.compare.run import Run
 
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 HOSTILE = "<script>alert('x')</script>\"&<svg onload=alert(1)>"

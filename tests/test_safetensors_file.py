@@ -13,8 +13,8 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from k3jax.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, shown
-from k3jax.safetensors_writer import NewTensor, write_safetensors
+from k3jax.checkpoint.safetensors_file import MAX_HEADER_BYTES, SafetensorsFile, shown
+from k3jax.checkpoint.safetensors_writer import NewTensor, write_safetensors
 
 ARRAYS = {
     "bf16": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from checkpoint_edits import tiny_checkpoint, tiny_config
 
-from k3jax import synthetic, synthetic_values
-from k3jax.checkpoint import CONFIG, INDEX, Checkpoint
+from k3jax.checkpoint import CONFIG, INDEX, Checkpoint, synthetic, synthetic_values
+from k3jax.checkpoint.safetensors_file import SafetensorsFile
+from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
 from k3jax.config import K3Config
-from k3jax.safetensors_file import SafetensorsFile
-from k3jax.synthetic import synthetic_config, write_checkpoint
 
 ROOT = Path(__file__).parent.parent
 # Of the embedded checkpoint. A change here means that people's cached copies change: raise DEFAULT_NAME's version too.

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from checkpoint_edits import tiny_config
 
+from k3jax.checkpoint.tensor_table import TensorSpec, classify, layer_table, out_of_scope_class, split_name
 from k3jax.config import K3Config
-from k3jax.tensor_table import TensorSpec, classify, layer_table, out_of_scope_class, split_name
 
 DATA = Path(__file__).parent / "data"
 MOE = "block_sparse_moe."

@@ -13,14 +13,14 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from k3jax.capture import Capture
 from k3jax.checkpoint import Checkpoint
-from k3jax.compare import Array, LayerComparison, compare_layer
+from k3jax.checkpoint.tensor_table import EXPERTS
+from k3jax.compare.capture import Capture
+from k3jax.compare.layer import Array, LayerComparison, compare_layer
+from k3jax.compare.tolerances import Against
 from k3jax.experts import RECIPES
 from k3jax.loading import LoadOptions, load_layer
 from k3jax.outputs import jsonable
-from k3jax.tensor_table import EXPERTS
-from k3jax.tolerances import Against
 from pallas_kernels import select
 
 DEFAULT_RECIPES = ("bf16", "w4a16", "w4a8")
@@ -172,14 +172,20 @@ def environment(implementation: str | None) -> dict[str, str]:
     """The versions, devices and implementation that numbers depend on."""
     devices = jax.devices()
     device = devices[0]
-    versions = {name: importlib.metadata.version(name) for name in ("k3jax", "jax", "jaxlib", "flax", "numpy")}
-    return versions | {
+    return {name: _version(name) for name in ("k3jax", "jax", "jaxlib", "flax", "numpy")} | {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": f"{len(devices)} x {device.device_kind}"
         + f" ({device.platform})" * (device.platform != device.device_kind),
         "grouped_matmul": select.explain("grouped_matmul", implementation=implementation).chosen,
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, run from its source"
 
 
 def _compare(plan: Plan, layer: int, recipe: str) -> LayerComparison:

@@ -28,8 +28,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from k3jax.reference_formats import Values, round_bf16
-from k3jax.reference_recipes import Mode, Numbers
+from k3jax.reference.formats import Values, round_bf16
+from k3jax.reference.recipes import Mode, Numbers
 
 __all__ = ["activation", "expert_rows", "oracle_trace", "round_bf16"]
 

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from k3jax import reference_formats as formats
-from k3jax.reference_formats import Bytes, Values
+from k3jax.reference import formats
+from k3jax.reference.formats import Bytes, Values
 
 Mode = Literal["oracle", "exact"]
 

@@ -12,9 +12,9 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 
+from k3jax.checkpoint.safetensors_file import SafetensorsFile, parse_json_object, shown
+from k3jax.checkpoint.tensor_table import EXPERTS, LayerTable, TensorSpec, layer_table, out_of_scope_class, split_name
 from k3jax.config import K3Config
-from k3jax.safetensors_file import SafetensorsFile, parse_json_object, shown
-from k3jax.tensor_table import EXPERTS, LayerTable, TensorSpec, layer_table, out_of_scope_class, split_name
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -119,13 +119,14 @@ class Checkpoint:
         if len(ways) > 1:
             raise ValueError(f"{where}: experts are stored in two ways: {ways[True]} plain, {ways[False]} packed")
 
-    def _shard(self, file_name: str) -> SafetensorsFile:
+    def shard(self, file_name: str) -> SafetensorsFile:
+        """The opened file of this name, which must lie within the folder."""
         if file_name not in self._shards:
             self._shards[file_name] = SafetensorsFile(_inside(self.path, file_name))
         return self._shards[file_name]
 
     def _tensor(self, name: str, spec: TensorSpec) -> np.ndarray:
-        shard = self._shard(self.names[name])
+        shard = self.shard(self.names[name])
         entry = shard.entries.get(name)
         if entry is None:
             raise ValueError(f"{shard.path} lacks tensor {shown(name)}, which the index places there")
@@ -147,7 +148,7 @@ class Checkpoint:
             for part in ("mlp", "block_sparse_moe")
         )
         for shard_name in sorted(shard_names):
-            for name in self._shard(shard_name).entries:
+            for name in self.shard(shard_name).entries:
                 if name.startswith(starts) and self.names.get(name) != shard_name:
                     place = f"places in {self.names[name]}" if name in self.names else "does not list"
                     raise ValueError(f"{self.path / shard_name} holds tensor {shown(name)}, which the index {place}")

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from k3jax.checkpoint.safetensors_file import SafetensorsFile, shown
 from k3jax.config import K3Config
-from k3jax.safetensors_file import SafetensorsFile, shown
 
 FORMAT = "k3jax-capture-1"
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")

@@ -3,12 +3,12 @@
 import math
 from collections.abc import Iterable
 
-from k3jax import svg
-from k3jax.compare import LayerComparison, StageResult
-from k3jax.compare_run import Run
-from k3jax.differences import HISTOGRAM_FIRST
-from k3jax.report_style import STYLE
-from k3jax.svg import escape
+from k3jax.compare import svg
+from k3jax.compare.differences import HISTOGRAM_FIRST
+from k3jax.compare.layer import LayerComparison, StageResult
+from k3jax.compare.report_style import STYLE
+from k3jax.compare.run import Run
+from k3jax.compare.svg import escape
 
 _SMALLEST = 1e-10
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.checkpoint import Checkpoint
+from k3jax.checkpoint.safetensors_file import TensorEntry, shown
+from k3jax.checkpoint.tensor_table import EXPERTS, MOE, Inventory, TensorSpec, classify, layer_table
 from k3jax.config import K3Config
-from k3jax.memory import ModelMemory, model_memory
-from k3jax.safetensors_file import TensorEntry, shown
-from k3jax.tensor_table import EXPERTS, MOE, Inventory, TensorSpec, classify, layer_table
+from k3jax.inspection.memory import ModelMemory, model_memory
 from sharding.mesh import MeshSizes
 
 FORMAT = "k3jax-inspect-1"
@@ -149,7 +149,7 @@ def _headers(
     for done, file in enumerate(files):
         progress(done, len(files), "reading headers")
         try:
-            entries[file] = checkpoint._shard(file).entries
+            entries[file] = checkpoint.shard(file).entries
         except FileNotFoundError:
             absent.append(file)
         except (ValueError, OSError) as error:

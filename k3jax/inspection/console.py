@@ -6,8 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from k3jax.config import K3Config
-from k3jax.inspection import Inspection
-from k3jax.memory import LayerMemory, ModelMemory
+from k3jax.inspection.memory import LayerMemory, ModelMemory
+from k3jax.inspection.summary import Inspection
 from pallas_kernels import Situ
 
 _PARTS = ("routed_experts", "shared_experts", "latent", "router", "dense")

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from k3jax.compare.differences import Difference, difference, expert_errors, histogram, token_errors
+from k3jax.compare.picks import Picks, by_expert, compare_picks, same_sets
+from k3jax.compare.probes import probe_activation, probe_picks
+from k3jax.compare.tolerances import Against, Limits, limits
 from k3jax.config import K3Config
-from k3jax.differences import Difference, difference, expert_errors, histogram, token_errors
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from k3jax.picks import Picks, by_expert, compare_picks, same_sets
-from k3jax.probes import probe_activation, probe_picks
 from k3jax.reference import oracle_trace
-from k3jax.tolerances import Against, Limits, limits
 
 Array = NDArray[Any]
 Stages = Mapping[str, Array]

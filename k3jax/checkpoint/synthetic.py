@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from k3jax.cache import cached_folder
-from k3jax.checkpoint import CONFIG, INDEX
+from k3jax.checkpoint.cache import cached_folder
+from k3jax.checkpoint.folder import CONFIG, INDEX
+from k3jax.checkpoint.safetensors_writer import NewTensor, write_header, write_tensor
+from k3jax.checkpoint.synthetic_values import CODES_RMS, distinct_biases, normal_values, packed_codes, scale_bytes
+from k3jax.checkpoint.tensor_table import EXPERTS, layer_table
 from k3jax.config import K3Config
-from k3jax.safetensors_writer import NewTensor, write_header, write_tensor
-from k3jax.synthetic_values import CODES_RMS, distinct_biases, normal_values, packed_codes, scale_bytes
-from k3jax.tensor_table import EXPERTS, layer_table
 
 DEFAULT_NAME = "synthetic-checkpoint-v1"  # Count up whenever what `default_checkpoint` writes changes.
 PREFIX = "language_model.model.layers."

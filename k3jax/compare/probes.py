@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from k3jax.compare.differences import Difference, difference, relative_rms
+from k3jax.compare.picks import Picks, compare_picks, same_sets
 from k3jax.config import K3Config
-from k3jax.differences import Difference, difference, relative_rms
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from k3jax.picks import Picks, compare_picks, same_sets
 from k3jax.reference import activation, oracle_trace, round_bf16
 from pallas_kernels import Situ
 

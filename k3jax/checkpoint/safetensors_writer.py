@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from k3jax.safetensors_file import DTYPES
+from k3jax.checkpoint.safetensors_file import DTYPES
 
 _ALIGNMENT = 8
 

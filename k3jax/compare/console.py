@@ -1,29 +1,18 @@
-"""What commands print: tables for people, one line for an error, a progress bar that keeps out of files."""
+"""What `k3jax compare` prints: a table a layer, what failed and where, and the verdict."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from k3jax.compare import Check, LayerComparison, StageResult
-from k3jax.compare_run import Run
-from k3jax.differences import Difference
+from k3jax.compare.differences import Difference
+from k3jax.compare.layer import Check, LayerComparison, StageResult
+from k3jax.compare.run import Run
 
 _SECONDARY_CHECKS = {"router": ("pick agreement", "weights"), "output": ("cosine",)}
 """Checks that have a row of their own, besides each stage's first one."""
-
-
-@contextlib.contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar on `console`, driven by `(done, total, what)`; nothing at all where that is no terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
 
 
 def print_run(console: Console, run: Run, *, details: bool) -> None:
