@@ -109,6 +109,23 @@ def relative_error(torch: Any, rows: Any, result: Any, codes: Any, scales: Any) 
     return float((result.float() - expected).norm() / expected.norm())
 
 
+def make_layer(torch: Any, shape: Any, activations: str, codes: Any, scales: Any) -> Any:
+    """Humming's layer of all experts, its weights in its own order."""
+    from humming.layer import HummingLayer
+
+    layer = HummingLayer(
+        shape_n=shape.columns,
+        shape_k=shape.depth,
+        weight_config={"quant_method": "mxfp4"},
+        input_config=None if activations == "bfloat16" else {"dtype": activations},
+        num_experts=shape.groups,
+        torch_dtype=torch.bfloat16,
+    ).cuda()
+    layer.load_from_tensors({"weight": codes, "weight_scale": scales})
+    layer.transform()
+    return layer
+
+
 def time_case(torch: Any, timer: Timer, case: Any, activations: str, layer: Any, weights: Any) -> list[dict[str, Any]]:
     """One record, or two for e4m3 activations."""
     from humming.forward import may_quant_input
@@ -125,12 +142,14 @@ def time_case(torch: Any, timer: Timer, case: Any, activations: str, layer: Any,
         quantised, scale = may_quant_input(layer.humming_config, x)
         calls["prequantised"] = lambda: layer(quantised, input_scale=scale, **how_to)
     records = []
+    versions = {"humming": getattr(sys.modules["humming"], "__version__", "?"), "torch": torch.__version__}
     for how, call in calls.items():
         us, kernel_us = timer.events(call), timer.kernels(call)
         median = statistics.median(us)
         record = {"op": case.op, "activations": activations, "how": how, "groups": case.groups, "rows": case.rows}
         record |= {"distribution": case.distribution, "us": median, "us_min": min(us), "us_max": max(us)}
         record |= {"kernel_us": None if kernel_us is None else statistics.median(kernel_us), "relative_error": error}
+        record |= versions
         record |= {"tflops": case.flop / median / 1e6, "tbs": case.weight_bytes / median / 1e6}
         kernel = "-" if kernel_us is None else f"{record['kernel_us']:.1f}"
         print(
@@ -150,7 +169,6 @@ def main() -> None:
             sys.exit(f"{package} is not importable by {sys.executable}")
     import humming
     import torch
-    from humming.layer import HummingLayer
 
     if not torch.cuda.is_available():
         sys.exit("torch sees no CUDA GPU")
@@ -164,16 +182,7 @@ def main() -> None:
         codes = torch.randint(0, 256, (chosen.groups, n, k // 2), dtype=torch.uint8, device="cuda")
         scales = torch.randint(118, 124, (chosen.groups, n, k // 32), dtype=torch.uint8, device="cuda")
         for activations in chosen.activations:
-            layer = HummingLayer(
-                shape_n=n,
-                shape_k=k,
-                weight_config={"quant_method": "mxfp4"},
-                input_config=None if activations == "bfloat16" else {"dtype": activations},
-                num_experts=chosen.groups,
-                torch_dtype=torch.bfloat16,
-            ).cuda()
-            layer.load_from_tensors({"weight": codes, "weight_scale": scales})
-            layer.transform()
+            layer = make_layer(torch, shape, activations, codes, scales)
             for distribution in chosen.distribution:
                 for rows in chosen.rows:
                     case = cases.Case(op, "w4a16", rows, distribution=distribution, **sizes)

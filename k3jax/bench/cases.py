@@ -1,0 +1,113 @@
+"""What `k3jax bench` times, as plain data: sizes, rows of each expert, and the bytes and operations of the floor.
+
+NumPy only, and nothing of this package: `scripts/peer_humming.py` loads this one file where there is no JAX.
+"""
+
+import dataclasses
+
+import numpy as np
+
+GEMMS = ("w13", "w2")
+OPS = (*GEMMS, "situ", "quantize")
+RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")
+DISTRIBUTIONS = ("uniform", "zipf", "hot")
+
+# Kimi K3's routed experts, and the share of them that one of eight devices holds.
+HIDDEN = 3584
+WIDTH = 3072
+GROUPS = 112
+ROWS = (128, 2048, 16384, 65536)
+
+_WEIGHT_BYTES = {"bf16": 2.0, "w4a16": 17 / 32, "w4a8": 17 / 32, "w4a8_fp8": 17 / 32}  # of one weight, scales included
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One row of the table.
+
+    w13 is `[rows, hidden] x [groups, 2 * width, hidden]` with SiTU, w2 `[rows, width] x [groups, hidden, width]`, situ
+    `[rows, 2 * width] -> [rows, width]`, and quantize takes bfloat16 `[rows, hidden]` to the rows of `recipe`.
+    """
+
+    op: str
+    recipe: str
+    rows: int
+    groups: int | None = GROUPS
+    distribution: str | None = "uniform"
+    hidden: int = HIDDEN
+    width: int = WIDTH
+    seed: int = 0
+
+    @property
+    def depth(self) -> int:
+        """K of a product; the length of a row of the other ops' input."""
+        return {"w13": self.hidden, "w2": self.width, "situ": 2 * self.width, "quantize": self.hidden}[self.op]
+
+    @property
+    def columns(self) -> int:
+        """N of a product, gate and up counted."""
+        return 2 * self.width if self.op == "w13" else self.hidden
+
+    @property
+    def group_sizes(self) -> np.ndarray:
+        """Rows of each expert, int32 `[groups]`."""
+        assert self.groups is not None
+        assert self.distribution is not None
+        return group_sizes(self.rows, self.groups, self.distribution, self.seed)
+
+    @property
+    def flop(self) -> float:
+        """Operations of the product; nothing for the ops that only move numbers."""
+        return 2.0 * self.rows * self.columns * self.depth if self.op in GEMMS else 0.0
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of the experts that have rows."""
+        if self.op not in GEMMS:
+            return 0.0
+        return np.count_nonzero(self.group_sizes) * self.columns * self.depth * _WEIGHT_BYTES[self.recipe]
+
+    @property
+    def bytes(self) -> float:
+        """The fewest bytes to move: the weights of `weight_bytes`, each row read once, each result written once."""
+        if self.op == "situ":
+            return 2.0 * self.rows * (self.depth + self.width)
+        if self.op == "quantize":
+            return 2.0 * self.rows * self.depth + self.rows * self._quantised_row_bytes
+        result = self.width if self.op == "w13" else self.hidden
+        row_bytes = 2.0 * self.depth if self.recipe in ("bf16", "w4a16") else self._quantised_row_bytes
+        return self.weight_bytes + self.rows * (row_bytes + 2.0 * result)
+
+    @property
+    def _quantised_row_bytes(self) -> float:
+        return self.depth + (4.0 if self.recipe == "w4a8_fp8" else self.depth / 32)
+
+
+def group_sizes(rows: int, groups: int, distribution: str, seed: int = 0) -> np.ndarray:
+    """How `rows` fall on `groups` experts: int32 `[groups]` that sum to `rows`, the same for the same arguments.
+
+    uniform: as evenly as possible. zipf: in proportion to 1, 1/2, 1/3, ... over shuffled experts, by largest remainder.
+    hot: half of the rows on one expert, the rest evenly on the others.
+
+    Raises:
+        ValueError: no such distribution, fewer than one group or a negative number of rows.
+    """
+    if groups < 1 or rows < 0:
+        raise ValueError(f"{rows} rows over {groups} groups: at least 0 rows and 1 group are needed")
+    rng = np.random.default_rng(seed)
+    if distribution == "uniform":
+        return _evenly(rows, groups)
+    if distribution == "zipf":
+        share = rng.permutation(1 / np.arange(1, groups + 1))
+        exact = rows * share / share.sum()
+        sizes = np.floor(exact).astype(np.int32)
+        sizes[np.argsort(sizes - exact, kind="stable")[: rows - sizes.sum()]] += 1
+        return sizes
+    if distribution == "hot":
+        hot = rows - rows // 2 if groups > 1 else rows
+        return np.insert(_evenly(rows - hot, groups - 1), rng.integers(groups), hot).astype(np.int32)
+    raise ValueError(f"distribution={distribution!r} is not one of {', '.join(DISTRIBUTIONS)}")
+
+
+def _evenly(rows: int, groups: int) -> np.ndarray:
+    return np.array([rows // groups + (g < rows % groups) for g in range(groups)], np.int32)
