@@ -77,7 +77,8 @@ def test_json_has_every_number_and_nothing_is_left_behind(folder: Path, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     values = json.loads((tmp_path / "out.json").read_text(), parse_constant=pytest.fail)
     assert values["format"] == "k3jax-compare-1"
-    assert {"jax", "numpy", "python", "device", "grouped_matmul"} <= values["environment"].keys()
+    assert {"jax", "numpy", "python", "device"} <= values["environment"].keys()
+    assert {result["implementation"] for result in values["results"]} == {"", "xla"}
     moe = values["results"][1]
     assert (moe["layer"], moe["recipe"], moe["against"], moe["tokens"]) == (1, "w4a8", "exact", 16)
     assert sum(moe["expert_load"]) == 16 * 2

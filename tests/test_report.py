@@ -66,7 +66,7 @@ def moe(recipe: str, error: float) -> LayerComparison:
     picks = Picks(0.75, 1, 2, (4, 5))
     router = dataclasses.replace(stage("router", 1e-7, 1e-5), picks=picks)
     stages = (router, stage("latent", 0.0), stage("experts", error), StageResult("norm", missing="no such stage"))
-    return LayerComparison(1, "moe", recipe, "oracle", 3, (*stages, stage("output", error)), (4, 0, 2), 1)
+    return LayerComparison(1, "moe", recipe, "oracle", 3, (*stages, stage("output", error)), "xla", (4, 0, 2), 1)
 
 
 def a_run(error: float = 3.21e-2) -> Run:
@@ -139,6 +139,8 @@ def test_plots_take_any_number(value: float) -> None:
 
 
 def test_a_report_of_nothing_but_missing_stages_is_still_a_page() -> None:
-    empty = LayerComparison(2, "moe", "bf16", "oracle", 3, (StageResult("experts", missing="no such stage"),), (0, 0))
+    empty = LayerComparison(
+        2, "moe", "bf16", "oracle", 3, (StageResult("experts", missing="no such stage"),), "xla", (0, 0)
+    )
     page = Page(html_report(dataclasses.replace(a_run(), results=(empty,)), command=""))
     assert "failed: no such stage" in page.words

@@ -21,8 +21,7 @@ def print_run(console: Console, run: Run, *, details: bool) -> None:
     console.print(Text(f"Checkpoint  {run.checkpoint}"), soft_wrap=True)
     console.print(Text(f"Input       {run.input}"), soft_wrap=True)
     console.print(Text(f"Truth       {run.truth}"), soft_wrap=True)
-    implementation = f"{environment['grouped_matmul']} grouped_matmul"
-    console.print(Text(f"Runs on     {environment['device']}, jax {environment['jax']}, {implementation}"))
+    console.print(Text(f"Runs on     {environment['device']}, jax {environment['jax']}{_implementations(run)}"))
     console.print(
         Text("Numbers are relative L2 errors, |ours - truth| / |truth|, unless the row says otherwise.", "dim")
     )
@@ -39,6 +38,15 @@ def print_run(console: Console, run: Run, *, details: bool) -> None:
     for line in run.verdict.splitlines():
         console.print(Text(f"{_mark(run.ok, console)} {line}", "bold green" if run.ok else "bold red"), soft_wrap=True)
     console.print(Text(f"{run.seconds:.1f} s", "dim"))
+
+
+def _implementations(run: Run) -> str:
+    """`, xla grouped_matmul`, or which recipe ran on which implementation where they differ."""
+    by_recipe = {result.recipe: result.implementation for result in run.results if result.implementation}
+    names = set(by_recipe.values())
+    if len(names) < 2:
+        return "".join(f", {name} grouped_matmul" for name in names)
+    return ", grouped_matmul: " + ", ".join(f"{recipe} {name}" for recipe, name in by_recipe.items())
 
 
 def _distinct(results: list[LayerComparison]) -> list[LayerComparison]:

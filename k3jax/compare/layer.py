@@ -27,6 +27,7 @@ from k3jax.config import K3Config
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
 from k3jax.reference import oracle_trace
+from pallas_kernels import select
 
 Array = NDArray[Any]
 Stages = Mapping[str, Array]
@@ -105,7 +106,8 @@ class LayerComparison:
     """A layer under one recipe against one truth.
 
     Attributes:
-        kind: "dense" or "moe". tokens: how many. expert_load: rows that each expert computed (none for dense layers).
+        kind: "dense" or "moe". tokens: how many.
+        implementation: of grouped_matmul; empty for a dense layer. expert_load: rows that each expert computed, likewise.
         skipped_tokens: tokens left out after the router, because a capture went to other experts.
     """
 
@@ -115,6 +117,7 @@ class LayerComparison:
     against: Against
     tokens: int
     stages: tuple[StageResult, ...]
+    implementation: str = ""
     expert_load: tuple[int, ...] = ()
     skipped_tokens: int = 0
 
@@ -183,6 +186,7 @@ def compare_layer(
         against=against,
         tokens=len(x),
         stages=tuple(stages),
+        implementation=_implementation(layer),
         expert_load=() if ids is None else _load(ids, config),
         skipped_tokens=int(np.count_nonzero(~kept)),
     )
@@ -191,6 +195,13 @@ def compare_layer(
 @jax.jit
 def _trace(layer: GatedMLP | MoE, x: jax.Array) -> dict[str, jax.Array]:
     return layer.trace(x)
+
+
+def _implementation(layer: GatedMLP | MoE) -> str:
+    if not isinstance(layer, MoE):
+        return ""
+    w13 = layer.w13.get_value()
+    return select.explain("grouped_matmul", implementation=layer.implementation, w=w13).chosen
 
 
 def _load(ids: Array, config: K3Config) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ def run(plan: Plan, progress: Progress = lambda done, total, what: None) -> Run:
         input=plan.input_description,
         against=plan.against,
         truth=_truth(plan),
-        environment=environment(plan.request.implementation),
+        environment=environment(),
         results=tuple(results),
         seconds=time.perf_counter() - start,
     )
@@ -168,8 +168,8 @@ def as_json(run: Run) -> dict[str, Any]:
     return {"format": FORMAT, "ok": run.ok, "verdict": run.verdict} | jsonable(run) | {"results": results}
 
 
-def environment(implementation: str | None) -> dict[str, str]:
-    """The versions, devices and implementation that numbers depend on."""
+def environment() -> dict[str, str]:
+    """The versions and devices that numbers depend on."""
     devices = jax.devices()
     device = devices[0]
     return {name: _version(name) for name in ("k3jax", "jax", "jaxlib", "flax", "numpy")} | {
@@ -177,7 +177,6 @@ def environment(implementation: str | None) -> dict[str, str]:
         "system": f"{platform.system()} {platform.machine()}",
         "device": f"{len(devices)} x {device.device_kind}"
         + f" ({device.platform})" * (device.platform != device.device_kind),
-        "grouped_matmul": select.explain("grouped_matmul", implementation=implementation).chosen,
     }
 
 
