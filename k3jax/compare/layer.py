@@ -107,7 +107,7 @@ class LayerComparison:
 
     Attributes:
         kind: "dense" or "moe". tokens: how many.
-        implementation: of grouped_matmul; empty for a dense layer. expert_load: rows that each expert computed, likewise.
+        implementation: of grouped_matmul. expert_load: rows that each expert computed. Both empty for a dense layer.
         skipped_tokens: tokens left out after the router, because a capture went to other experts.
     """
 
