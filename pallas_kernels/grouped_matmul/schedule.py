@@ -1,0 +1,51 @@
+"""Which rows and columns a block of the Hopper kernel works on, as pure functions of integers.
+
+A group of `size` rows is cut into the fewest row tiles that `widest` allows, all of one height, a multiple of 8; the
+last has what is left. Tiles are numbered group by group, within a group column block by column block, and within a
+column block row tile by row tile, so that neighbours in time share weights, then rows. An empty group has no tile.
+
+    for tile in range(walker, total, walkers):        # what each block of the persistent grid does
+
+Every function takes and returns Python integers or traced int32 scalars.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROW_STEP = 8  # wgmma's granule in the direction of the rows
+
+
+def quotient[Count: (int, jax.Array)](a: Count, b: Count | int) -> Count:
+    """`a // b` for non-negative `a`."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b
+    return lax.div(jnp.int32(a), jnp.int32(b))
+
+
+def row_tiles[Count: (int, jax.Array)](size: Count, widest: int) -> Count:
+    """The number of row tiles of a group."""
+    return quotient(size + (widest - 1), widest)
+
+
+def tile_height[Count: (int, jax.Array)](size: Count, tiles: Count) -> Count:
+    """Rows of each of a group's `tiles > 0` row tiles but the last: equal shares, rounded up to a multiple of 8."""
+    return quotient(quotient(size + (tiles - 1), tiles) + (ROW_STEP - 1), ROW_STEP) * ROW_STEP
+
+
+def place[Count: (int, jax.Array)](local: Count, size: Count, widest: int) -> tuple[Count, Count, Count]:
+    """(column block, first row, rows) of tile `local` of a non-empty group, both counted from the group's first."""
+    tiles = row_tiles(size, widest)
+    column = quotient(local, tiles)
+    height = tile_height(size, tiles)
+    first = (local - column * tiles) * height
+    left = size - first
+    rows = min(left, height) if isinstance(left, int) else jnp.minimum(left, height)
+    return column, first, rows
+
+
+def narrowest[Count: (int, jax.Array)](rows: Count, widths: tuple[int, ...]) -> Count:
+    """The index of the narrowest of the ascending `widths` that holds `rows`; the last must."""
+    if isinstance(rows, int):
+        return sum(rows > width for width in widths[:-1])
+    return sum(((rows > width).astype(jnp.int32) for width in widths[:-1]), jnp.int32(0))
