@@ -1,0 +1,325 @@
+"""The Hopper kernel's steps as they run on the GPU: barriers, copies, decode and store, written through PTX.
+
+The barriers are the kernel's own, because one arrival a warp is enough where Mosaic's take one a thread, and because
+rows of x start anywhere, which Mosaic's tiled copies cannot.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.grouped_matmul import hopper_decode, hopper_epilogue
+from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
+from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.hopper_decode import SCALAR, UNIT_BYTES
+from pallas_kernels.grouped_matmul.hopper_ptx import (
+    Value,
+    add,
+    arith,
+    await_phase,
+    both,
+    constant,
+    equal,
+    global_address,
+    i32,
+    i64,
+    left,
+    less,
+    mul,
+    ptx,
+    ptx_if,
+    right,
+    scalar,
+    scf,
+    shared_address,
+    thread,
+    uniform,
+    utils,
+    wide,
+)
+
+_PAST_END = 0x7FFF_FFFF
+_COPIES = (32, 16, 8)  # rows of x that one tensor copy brings
+
+
+def scratch(shape: Geometry) -> dict[str, Any]:
+    """Shared memory: the ring of weights and rows, the store's buffers, the barriers, the schedule tables."""
+    tuning = shape.tuning
+    return {
+        "w_smem": plgpu.SMEM((tuning.stages, tuning.row_units * tuning.k_units * UNIT_BYTES // 4), jnp.uint32),
+        "x_smem": plgpu.SMEM(
+            (shape.subtiles, tuning.stages * tuning.widest, shape.line), shape.x_dtype, transforms=shape.x_transforms
+        ),
+        "turn_smem": plgpu.SMEM((tuning.warpgroups * epilogue_bytes(tuning.units, shape.gated) // 4,), jnp.uint32),
+        "barriers": plgpu.SMEM((4 * tuning.stages,), jnp.uint32),
+        "table": plgpu.SMEM((2 * table_words(shape.groups),), jnp.int32),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeSteps:
+    """One kernel's references, and what its roles do with them."""
+
+    shape: Geometry
+    x_gmem: Any
+    w_gmem: Any
+    sizes_gmem: Any
+    exponents_gmem: Any
+    scales_gmem: Any  # None without token scales
+    out_gmem: Any
+    w_smem: Any
+    x_smem: Any
+    turn_smem: Any
+    barriers: Any
+    table: Any
+
+    def start(self) -> None:
+        """Initialises the barriers and the schedule's tables; all threads of the block go on together."""
+        shape = self.shape
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+        def emit(ctx: Any, barriers: Value, sizes: Value, table: Value) -> None:
+            del ctx
+            index = ptx("mov.u32 $0, %tid.x;", out=i32())
+            with utils.when(less(index, 32)):
+                _build_tables(shape, global_address(sizes), shared_address(table))
+            with utils.when(equal(index, 0)):
+                for stage in range(shape.tuning.stages):
+                    full, empty = _barrier_pair(barriers, constant(stage), shape)
+                    ptx("mbarrier.init.shared::cta.b64 [$0], 1;", full)
+                    ptx(f"mbarrier.init.shared::cta.b64 [$0], {4 * shape.tuning.warpgroups};", empty)
+                ptx("fence.mbarrier_init.release.cluster;")
+            ptx("bar.sync 0;")
+
+        emit(self.barriers, self.sizes_gmem, self.table)
+
+    def constants(self) -> tuple[Any, ...]:
+        return hopper_decode.opaque_factors() if self.shape.mma == "bf16" else ()
+
+    def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
+        """(group, its first tile, first row and size) for a tile, searching from `group` on; group G: no such tile."""
+        found = self._find(tile, group)
+        rows = table_words(self.shape.groups)
+        first_row = jnp.where(found > 0, self._entry(rows + jnp.maximum(found - 1, 0)), 0)
+        size = self._entry(rows + found) - first_row
+        return found, self._entry(found) - self.shape.tiles(size), first_row, size
+
+    def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
+        """One thread waits for the slot, and starts the copies of weights and rows for K step `step`."""
+        shape, tuning = self.shape, self.shape.tuning
+        unit = tile.group * (shape.n // 64) + tile.column * tuning.row_units
+        width = shape.width(tile.rows)
+        refs = (self.w_gmem, self.x_gmem, self.w_smem, self.x_smem, self.barriers)
+        types = [plgpu.RefType()] * 5
+        types[3] = plgpu.RefType(shape.x_transforms)
+
+        @plgpu.inline_mgpu(arg_types=(*types, *(SCALAR,) * 6))
+        def emit(ctx: Any, *args: Any) -> None:
+            w_gmem, x_gmem, w_smem, x_smem, barriers = args[:5]
+            slot, parity, unit, k_unit, row, width = (scalar(v) for v in args[5:])
+            with utils.when(equal(thread(), 0)):
+                full, empty = _barrier_pair(barriers, slot, shape)
+                await_phase(empty, arith.xori(parity, constant(1)))  # at first of the phase before: no wait
+                x_bytes = mul(width, LINE_BYTES * shape.subtiles)
+                ptx(
+                    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+                    full,
+                    add(x_bytes, tuning.row_units * tuning.k_units * UNIT_BYTES),
+                )
+                _copy_weights(shape, global_address(w_gmem), shared_address(w_smem), slot, unit, k_unit, full)
+                _copy_rows(ctx, shape, x_gmem, x_smem, slot, k_unit, row, width, full)
+
+        emit(*refs, ring.slot, ring.parity, unit, step * tuning.k_units, tile.row, width)
+
+    def drain(self, filled: Any) -> None:
+        """Nothing: a block may end while the consumers' last releases are on their way."""
+
+    def await_full(self, ring: Ring) -> None:
+        shape = self.shape
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+        def emit(ctx: Any, barriers: Value, slot: Any, parity: Any) -> None:
+            del ctx
+            await_phase(_barrier_pair(barriers, scalar(slot), shape)[0], scalar(parity))
+
+        emit(self.barriers, ring.slot, ring.parity)
+
+    def release(self, slot: Any, condition: Any) -> None:
+        """Gives the slot back, one arrival a warp, where the condition holds."""
+        shape = self.shape
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR))
+        def emit(ctx: Any, barriers: Value, slot: Any, condition: Any) -> None:
+            del ctx
+            empty = _barrier_pair(barriers, scalar(slot), shape)[1]
+            asked = arith.cmpi(arith.CmpIPredicate.ne, scalar(condition), constant(0))
+            first = arith.andi(equal(both(thread(), 31), 0), asked)
+            ptx_if(first, "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", empty)
+
+        emit(self.barriers, slot, jnp.int32(condition))
+
+    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any:
+        """The decoded weights of a unit of the stage, in registers."""
+        del index
+        shape, tuning = self.shape, self.shape.tuning
+        first = ring.slot * tuning.row_units + warpgroup * tuning.units + unit
+        k_unit = subtile * shape.line // 64
+        offset = first * (tuning.k_units * UNIT_BYTES) + k_unit * UNIT_BYTES
+        return hopper_decode.decode(self.w_smem, offset, constants, shape.mma)
+
+    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
+        shape = self.shape
+        spec = hopper_epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns)
+        column = shape.out_column(tile, warpgroup)
+        where = (warpgroup, tile.row, tile.row + tile.rows, column, self.exponents_gmem[tile.group])
+        hopper_epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, self.scales_gmem)
+
+    def _entry(self, index: Any) -> Any:
+        """A table's entry; known to be the warp's, so that what depends on it stays in uniform registers."""
+
+        @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        def emit(ctx: Any, value: Any) -> Any:
+            del ctx
+            return mgpu.FragmentedArray.splat(uniform(scalar(value)), (), is_signed=True)
+
+        return emit(self.table[index])
+
+    def _find(self, tile: Any, group: Any) -> Any:
+        """The first group from `group` on whose tiles end beyond `tile`: 32 at a time, one a lane."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        )
+        def emit(ctx: Any, table: Value, tile: Any, group: Any) -> Any:
+            del ctx
+            lane = both(thread(), 31)
+            address = add(shared_address(table), left(add(scalar(group), lane), 2))
+            found = ptx(_FIND, scalar(tile), address, scalar(group), out=i32(), volatile=True)
+            return mgpu.FragmentedArray.splat(uniform(found), (), is_signed=True)
+
+        return emit(self.table, tile, group)
+
+
+_FIND = """{
+.reg .pred ends_beyond, any;
+.reg .b32 end, lanes, at, first;
+mov.b32 at, $2;
+mov.b32 first, $3;
+FIND_${:uid}:
+ld.shared.b32 end, [at];
+setp.lt.s32 ends_beyond, $1, end;
+vote.sync.ballot.b32 lanes, ends_beyond, 0xffffffff;
+setp.ne.b32 any, lanes, 0;
+@any bra.uni FOUND_${:uid};
+add.u32 at, at, 128;
+add.u32 first, first, 32;
+bra.uni FIND_${:uid};
+FOUND_${:uid}:
+brev.b32 lanes, lanes;
+clz.b32 lanes, lanes;
+add.u32 $0, first, lanes;
+}"""
+
+
+def _barrier_pair(barriers: Value, slot: Value, shape: Geometry) -> tuple[Value, Value]:
+    """The addresses of a slot's two barriers: filled by the copies, emptied by the consumers."""
+    full = add(shared_address(barriers), left(slot, 3))
+    return full, add(full, 8 * shape.tuning.stages)
+
+
+def _build_tables(shape: Geometry, sizes: Value, table: Value) -> None:
+    """One warp: for each group the end of its tiles and, in the second table, the end of its rows."""
+    words = table_words(shape.groups)
+    lane = both(thread(), 31)
+    rounds = arith.constant(ir.IndexType.get(), words // 32)
+
+    @utils.fori(rounds, (constant(0), constant(0)))
+    def _(i: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
+        group = add(left(arith.index_castui(i32(), i), 5), lane)
+        inside = less(group, shape.groups)
+        address = arith.addi(sizes, wide(left(arith.minsi(group, constant(shape.groups - 1)), 2)))
+        rows = arith.select(inside, ptx("ld.global.b32 $0, [$1];", address, out=i32(), volatile=True), constant(0))
+        widest = shape.tuning.widest
+        tiles = mul(arith.divui(add(rows, widest - 1), constant(widest)), shape.column_blocks)
+        for distance in (1, 2, 4, 8, 16):
+            rows, tiles = (add(v, _from_lower_lane(v, distance)) for v in (rows, tiles))
+        tiles, rows = add(tiles, carry[0]), add(rows, carry[1])
+        at = add(table, left(group, 2))
+        ptx("st.shared.b32 [$0], $1;", at, arith.select(inside, tiles, constant(_PAST_END)))
+        ptx("st.shared.b32 [$0], $1;", add(at, 4 * words), rows)
+        last = "shfl.sync.idx.b32 $0, $1, 31, 31, 0xffffffff;"
+        tiles, rows = (ptx(last, v, out=i32(), volatile=True) for v in (tiles, rows))
+        return tiles, rows
+
+
+def _from_lower_lane(value: Value, distance: int) -> Value:
+    """The value of the lane `distance` lower, 0 where there is none."""
+    code = "{ .reg .pred p; shfl.sync.up.b32 $0|p, $1, $2, 0, 0xffffffff; @!p mov.b32 $0, 0; }"
+    return ptx(code, value, constant(distance), out=i32(), volatile=True)
+
+
+def _copy_weights(
+    shape: Geometry, source: Value, smem: Value, slot: Value, unit: Value, k_unit: Value, full: Value
+) -> None:
+    """One bulk copy for each of the tile's units of rows: their columns of a stage are contiguous."""
+    tuning = shape.tuning
+    size = tuning.k_units * UNIT_BYTES
+    for r in range(tuning.row_units):
+        line = arith.muli(wide(add(unit, r)), arith.constant(i64(), shape.k // 64 * UNIT_BYTES))
+        at = arith.addi(source, arith.addi(line, wide(mul(k_unit, UNIT_BYTES))))
+        target = add(smem, mul(add(mul(slot, tuning.row_units), r), size))
+        code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+        ptx(code, target, at, constant(size), full)
+
+
+def _copy_rows(
+    ctx: Any,
+    shape: Geometry,
+    x_gmem: Value,
+    x_smem: Value,
+    slot: Value,
+    k_unit: Value,
+    row: Value,
+    width: Value,
+    full: Value,
+) -> None:
+    """Tensor copies of 32, 16 and 8 rows of 128 bytes that make up `width` rows from any row on; zeros beyond x."""
+    index = ir.IndexType.get()
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), wide(full))
+    barrier = utils.BarrierRef(pointer, constant(0), None, 1)
+    block = mul(slot, shape.tuning.widest // 8)
+
+    def as_index(value: Value) -> Value:
+        return arith.index_castui(index, value)
+
+    def copy(rows: int, done: Value) -> None:
+        for s in range(shape.subtiles):
+            # In memory x_smem is [subtiles, stages * widest / 8, 1, 8, line].
+            tile = utils.memref_slice(x_smem, (s, mgpu.ds(as_index(add(block, right(done, 3))), rows // 8), 0))
+            column = add(mul(k_unit, 64), s * shape.line)
+            ctx.async_copy(
+                src_ref=x_gmem,
+                dst_ref=utils.memref_fold(tile, 0, 2),
+                gmem_slice=(mgpu.ds(as_index(add(row, done)), rows), mgpu.ds(as_index(column), shape.line)),
+                swizzle=LINE_BYTES,
+                barrier=barrier,
+                arrive=False,
+                predicate=None,
+            )
+
+    for rows in _COPIES:
+        if rows > shape.tuning.widest:
+            continue
+        done, count = constant(0), right(width, rows.bit_length() - 1)
+        if rows < _COPIES[0]:  # what is left of the larger copies is at most one
+            done, count = both(width, -2 * rows), both(count, 1)
+        loop = scf.ForOp(as_index(constant(0)), as_index(count), as_index(constant(1)), [])
+        with ir.InsertionPoint(loop.body):
+            copy(rows, add(done, mul(arith.index_castui(i32(), loop.induction_variable), rows)))
+            scf.yield_([])

@@ -1,0 +1,159 @@
+"""The Hopper kernel's steps in plain operations, for Mosaic's interpreter: the same roles, ring, barriers and schedule.
+
+Weights are decoded by ordinary array operations into shared memory, since the interpreter knows no inline PTX and no
+`wgmma` with an operand in registers. The barriers are Mosaic's, so that its race detector sees them.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import e8m0
+from pallas_kernels.grouped_matmul import kernel_layout, schedule
+from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.kernel_layout import WORD_ROWS
+from pallas_kernels.rounding import to_bfloat16
+
+
+def scratch(shape: Geometry) -> dict[str, Any]:
+    """Shared memory as the GPU's, and for each warpgroup two decoded units."""
+    tuning = shape.tuning
+    return {
+        "w_smem": plgpu.SMEM((tuning.stages, tuning.row_units, tuning.k_units * WORD_ROWS, 32), jnp.uint32),
+        "x_smem": plgpu.SMEM(
+            (shape.subtiles, tuning.stages * tuning.widest, shape.line), shape.x_dtype, transforms=shape.x_transforms
+        ),
+        "operand_smem": plgpu.SMEM(
+            (tuning.warpgroups, 2, 64, shape.line), shape.x_dtype, transforms=shape.x_transforms
+        ),
+        "full": plgpu.Barrier(num_arrivals=1 + shape.subtiles, num_barriers=tuning.stages),
+        "empty": plgpu.Barrier(num_arrivals=tuning.warpgroups, num_barriers=tuning.stages),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSteps:
+    """As `NativeSteps`."""
+
+    shape: Geometry
+    x_gmem: Any
+    w_gmem: Any
+    sizes_gmem: Any
+    exponents_gmem: Any
+    scales_gmem: Any
+    out_gmem: Any
+    w_smem: Any
+    x_smem: Any
+    operand_smem: Any
+    full: Any
+    empty: Any
+
+    def start(self) -> None:
+        """Nothing: Mosaic's barriers are ready."""
+
+    def constants(self) -> tuple[Any, ...]:
+        return ()
+
+    def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
+        """As `NativeSteps.locate`, one group after the other from the first."""
+        del group
+        last = self.shape.groups - 1
+
+        def beyond(carry: tuple[Any, ...]) -> Any:
+            group, first_tile, _, size = carry
+            return (group <= last) & (tile >= first_tile + self.shape.tiles(size))
+
+        def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            group, first_tile, first_row, size = carry
+            following = self.sizes_gmem[jnp.minimum(group + 1, last)]
+            return group + 1, first_tile + self.shape.tiles(size), first_row + size, following
+
+        zero = jnp.int32(0)
+        return lax.while_loop(beyond, step, (zero, zero, zero, self.sizes_gmem[0]))
+
+    def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
+        tuning = self.shape.tuning
+        used_before = tile.count * self.shape.k_steps + step >= tuning.stages
+        pl.when(used_before)(lambda: plgpu.barrier_wait(self.empty.at[ring.slot]))
+        unit = tile.column * tuning.row_units
+        lines = tuning.k_units * WORD_ROWS
+        plgpu.copy_gmem_to_smem(
+            self.w_gmem.at[tile.group, pl.ds(unit, tuning.row_units), pl.ds(step * lines, lines)],
+            self.w_smem.at[ring.slot],
+            self.full.at[ring.slot],
+        )
+
+        def rows(width: int) -> None:
+            for s in range(self.shape.subtiles):
+                column = (step * self.shape.subtiles + s) * self.shape.line
+                plgpu.copy_gmem_to_smem(
+                    self.x_gmem.at[pl.ds(tile.row, width), pl.ds(column, self.shape.line)],
+                    self.x_smem.at[s, pl.ds(ring.slot * tuning.widest, width)],
+                    self.full.at[ring.slot],
+                )
+
+        chosen = schedule.narrowest(tile.rows, tuning.widths)
+        branches = [functools.partial(rows, width) for width in tuning.widths]
+        branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
+
+    def drain(self, filled: Any) -> None:
+        """Waits for the last release of every slot: the interpreter wants each completed phase to have been seen."""
+        for slot in range(self.shape.tuning.stages):
+            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, self.empty.at[slot]))
+
+    def await_full(self, ring: Ring) -> None:
+        plgpu.barrier_wait(self.full.at[ring.slot])
+
+    def release(self, slot: Any, condition: Any) -> None:
+        pl.when(jnp.bool_(condition))(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
+
+    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any:
+        """The decoded weights, in one of the warpgroup's two buffers: the product before may still read the other."""
+        del constants
+        lines = self.w_smem[ring.slot, warpgroup * self.shape.tuning.units + unit]
+        each = self.shape.line // 64
+        units = [
+            _decode(lines[k * WORD_ROWS : (k + 1) * WORD_ROWS], self.shape)
+            for k in range(subtile * each, (subtile + 1) * each)
+        ]
+        target = self.operand_smem.at[warpgroup, index % 2]
+        target[...] = jnp.concatenate(units, axis=1)
+        plgpu.commit_smem()
+        return target
+
+    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
+        shape = self.shape
+        factor = jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])
+        for unit, accumulator in enumerate(accumulators):
+            y = accumulator.T * factor
+            column = shape.out_column(tile, warpgroup) + unit * (32 if shape.gated else 64)
+            for r in range(shape.tuning.widest):
+                store = functools.partial(self._row, y[r], tile.row + r, column)
+                pl.when(r < tile.rows)(store)
+
+    def _row(self, y: Any, row: Any, column: Any) -> None:
+        if self.scales_gmem is not None:
+            y = y * self.scales_gmem[row]
+        if self.shape.activation is not None:
+            gate, up = jnp.moveaxis(to_bfloat16(y).astype(jnp.float32).reshape(4, 2, 8), 1, 0)
+            y = self.shape.activation(gate.reshape(32), up.reshape(32))
+        self.out_gmem[row, pl.ds(column, y.shape[0])] = to_bfloat16(y)
+
+
+def _decode(lines: jax.Array, shape: Geometry) -> jax.Array:
+    """One unit, uint32 `[17, 32]`, to its values at exponents relative to the expert's: `[64, 64]` in x's dtype."""
+    codes, stored = kernel_layout.read_unit(lines.reshape(-1), shape.mma)
+    code = codes.astype(jnp.int32)
+    field = code & 7
+    quarters = jnp.where(field < 2, 2 * field, (2 + (field & 1)) << (field >> 1))
+    magnitude = quarters.astype(jnp.float32) * 0.25
+    exponent = stored - 253 if shape.mma == "bf16" else stored // 8 - 5
+    exponent = jnp.where(stored == 255, 0, exponent)  # "e4m3": a block of zeros beyond the span
+    values = e8m0.times_power_of_two(jnp.where(code >= 8, -magnitude, magnitude), jnp.repeat(exponent, 32, axis=1))
+    return values.astype(shape.x_dtype)

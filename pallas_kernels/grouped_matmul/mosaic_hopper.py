@@ -1,0 +1,241 @@
+"""Grouped matmul of MXFP4 weights on Hopper (sm_90a), in Pallas's Mosaic GPU: codes stay four bits until in registers.
+
+A persistent kernel of one block a multiprocessor. One warpgroup fills a ring of stages with copies; the others decode
+weights to the A operand of `wgmma`, in registers, while the product before runs; rows of x are its B operand, in shared
+memory, so that any multiple of 8 rows is a tile. A tile runs at the narrowest of the compiled widths that holds its
+rows: only the `wgmma` itself branches on the width. Activation and rounding happen before a result leaves the chip.
+
+    producer                                  consumer warpgroup
+    for tile: for step:                       for tile: for step:
+        wait until the slot is empty              wait until the slot is full
+        start copies of weights and rows          for unit: decode, start its product, wait for the product before
+                                                      after the first, release the slot of the step before
+                                              scale, activate, round, store the rows that exist
+
+The same kernel runs in Mosaic's interpreter, where `hopper_plain` replaces the PTX of `hopper_native`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Int
+
+from pallas_kernels.grouped_matmul import schedule
+from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tuning
+from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.situ import Activation
+
+_LEAST_ROWS = 32  # rows of the largest tensor copy
+
+
+@runtime_checkable
+class Steps(Protocol):
+    """What differs between the GPU and the interpreter."""
+
+    @property
+    def x_smem(self) -> Any: ...
+
+    def start(self) -> None: ...
+    def constants(self) -> tuple[Any, ...]: ...
+    def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]: ...
+    def fill(self, ring: Ring, tile: Tile, step: Any) -> None: ...
+    def drain(self, filled: Any) -> None: ...
+    def await_full(self, ring: Ring) -> None: ...
+    def release(self, slot: Any, condition: Any) -> None: ...
+    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any: ...
+    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None: ...
+
+
+def grouped_matmul(
+    x: Float[Array, "m k"] | MXFP8Array | TokenScaledArray,
+    w: KernelWeights,
+    group_sizes: Int[Array, " g"],
+    *,
+    activation: Activation | None,
+    tuning: Tuning | None = None,
+    multiprocessors: int | None = None,
+    interpret: Any = None,
+) -> BFloat16[Array, "m width"]:
+    """`x[m] @ w[g].T` for every row m of group g, in float32, rounded to bfloat16; with an activation of it.
+
+    Args:
+        x: `[M, K]`: for weights of `w4a16` bfloat16, of `w4a8` MXFP8 (dequantised, exactly, before the kernel), of
+            `w4a8_fp8` one e4m3 row a token scale.
+        w: `[G, N, K]` from `to_kernel_layout(..., gated=activation is not None)`.
+        group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only.
+        activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
+        tuning: None for `choose_tuning`'s.
+        multiprocessors: blocks to start; None for the device's number.
+        interpret: `plgpu.InterpretGPUParams(...)` to run on a CPU.
+
+    Returns:
+        `[M, N]`, or `[M, N/2]` with an activation. Rows at and beyond `sum(group_sizes)` are unspecified.
+
+    Raises:
+        NotImplementedError: `why_not` says so.
+    """
+    reason = why_not(x, w, activation, tuning)
+    if reason is not None:
+        raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
+    values, scales = _rows(x)
+    shape = _geometry(values.shape[0], w, activation, tuning)
+    padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
+    if multiprocessors is None:
+        multiprocessors = jax.devices()[0].core_count
+    operands = [padded, w.words, group_sizes.astype(jnp.int32), w.exponents, *([] if scales is None else [scales])]
+    return _kernel(shape, scales is not None, multiprocessors, interpret)(*operands)
+
+
+def why_not(
+    x: Float[Array, "m k"] | MXFP8Array | TokenScaledArray,
+    w: KernelWeights,
+    activation: Activation | None,
+    tuning: Tuning | None = None,
+) -> str | None:
+    """Why `grouped_matmul` cannot take these arguments; None if it can."""
+    if (w.mma == "e4m3") != isinstance(x, TokenScaledArray):
+        kind = type(x).__name__ if isinstance(x, MXFP8Array | TokenScaledArray) else f"{x.dtype} rows"
+        return f"weights laid out for {w.mma} products cannot take {kind}"
+    if w.gated != (activation is not None):
+        return f"weights laid out with gated={w.gated} do not fit activation={activation}"
+    if not isinstance(x, MXFP8Array | TokenScaledArray) and x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}; bfloat16 is needed"
+    groups, n, k = w.shape
+    try:
+        used = tuning or choose_tuning(x.shape[0], groups, n, k, w.mma, w.gated)
+    except NotImplementedError as error:
+        return str(error)
+    return used.reason_against(n, k, w.mma, w.gated, groups)
+
+
+def _rows(x: Array | MXFP8Array | TokenScaledArray) -> tuple[Array, Array | None]:
+    """The rows the tensor cores read, and float32 `[M]` scales of them or None."""
+    if isinstance(x, TokenScaledArray):
+        return x.values, x.scales[:, 0]
+    return (x.dequantize() if isinstance(x, MXFP8Array) else x), None
+
+
+def _geometry(rows: int, w: KernelWeights, activation: Activation | None, tuning: Tuning | None) -> Geometry:
+    groups, n, k = w.shape
+    used = tuning or choose_tuning(rows, groups, n, k, w.mma, w.gated)
+    return Geometry(rows, groups, n, k, w.mma, activation, used)
+
+
+def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Array]:
+    if interpret is None:
+        from pallas_kernels.grouped_matmul.hopper_native import NativeSteps, scratch
+
+        make: Any = NativeSteps
+    else:
+        from pallas_kernels.grouped_matmul.hopper_plain import PlainSteps, scratch
+
+        make = PlainSteps
+
+    def grouped_matmul_hopper(*refs: Any, **memory: Any) -> None:
+        x, w, sizes, exponents = refs[:4]
+        steps = make(shape, x, w, sizes, exponents, refs[4] if scaled else None, refs[-1], **memory)
+        steps.start()
+        role = lax.axis_index("warpgroup")
+        consumers = shape.tuning.warpgroups
+        pl.when(role == consumers)(functools.partial(_produce, shape, steps, multiprocessors))
+        pl.when(role < consumers)(functools.partial(_consume, shape, steps, multiprocessors, role))
+
+    return plgpu.kernel(
+        grouped_matmul_hopper,
+        out_type=jax.ShapeDtypeStruct((shape.rows, shape.out_columns), jnp.bfloat16),
+        grid=(multiprocessors,),
+        grid_names=("block",),
+        num_threads=shape.tuning.warpgroups + 1,
+        thread_name="warpgroup",
+        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        scratch_types=scratch(shape),
+    )
+
+
+def _for_each_tile(shape: Geometry, steps: Steps, blocks: int, run: Callable[[Tile], None]) -> Any:
+    """Runs every `blocks`-th tile, from the block's own number on; returns how many there were."""
+
+    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        number, count, group, first_tile, first_row, size = carry
+        column, row, rows = schedule.place(number - first_tile, size, shape.tuning.widest)
+        run(Tile(count, group, column, first_row + row, rows))
+        return number + blocks, count + 1, *steps.locate(number + blocks, group)
+
+    zero = jnp.int32(0)
+    own = lax.axis_index("block")
+    return lax.while_loop(lambda carry: carry[2] < shape.groups, step, (own, zero, *steps.locate(own, zero)))[1]
+
+
+def _produce(shape: Geometry, steps: Steps, blocks: int) -> None:
+    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][1], action="decrease")
+
+    def run(tile: Tile) -> None:
+        def step(i: Any, ring: Ring) -> Ring:
+            steps.fill(ring, tile, i)
+            return shape.next(ring)
+
+        lax.fori_loop(0, shape.k_steps, step, shape.ring_at(tile))
+
+    steps.drain(_for_each_tile(shape, steps, blocks, run) * shape.k_steps)
+
+
+def _consume(shape: Geometry, steps: Steps, blocks: int, warpgroup: Any) -> None:
+    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][0], action="increase")
+    constants = steps.constants()
+    tuning = shape.tuning
+
+    def run(tile: Tile) -> None:
+        def accumulate(*accumulators: Any) -> None:
+            _multiply(shape, steps, warpgroup, tile, accumulators, constants)
+            steps.store(warpgroup, tile, [accumulator[...] for accumulator in accumulators])
+
+        pl.run_scoped(accumulate, *(plgpu.ACC((64, tuning.widest), jnp.float32) for _ in range(tuning.units)))
+
+    _for_each_tile(shape, steps, blocks, run)
+
+
+def _multiply(
+    shape: Geometry, steps: Steps, warpgroup: Any, tile: Tile, accumulators: tuple[Any, ...], constants: Any
+) -> None:
+    """The main loop: a unit is decoded while the product of the unit before runs."""
+    tuning = shape.tuning
+    units = [(subtile, unit) for subtile in range(shape.subtiles) for unit in range(tuning.units)]
+    chosen = schedule.narrowest(tile.rows, tuning.widths)
+
+    def product(width: int, operand: Any, subtile: int, unit: int, first_row: Any) -> None:
+        rows = steps.x_smem.at[subtile, pl.ds(first_row.astype(jnp.uint32), width)]
+        whole = width == tuning.widest
+        target = accumulators[unit] if whole else accumulators[unit].at[:, pl.ds(0, width)]
+        plgpu.wgmma(target, operand, rows.transpose((1, 0)))
+
+    def step(i: Any, carry: tuple[Ring, Any, Any]) -> tuple[Ring, Any, Any]:
+        ring, before, tiles = carry
+        steps.await_full(ring)
+        for index, (subtile, unit) in enumerate(units):
+            operand = steps.operand(ring, warpgroup, unit, subtile, index, constants)
+            # A multiple of 8 times 8: the slot's offset is carried, because a 64-bit product would leave the uniform
+            # registers, and the descriptors with it.
+            branches = [functools.partial(product, width, operand, subtile, unit, tiles * 8) for width in tuning.widths]
+            branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
+            plgpu.wgmma_wait(1)
+            if index == 0:
+                steps.release(before, i > 0)
+        following = shape.next(ring)
+        return following, ring.slot, jnp.where(following.slot == 0, 0, tiles + tuning.widest // 8)
+
+    ring = shape.ring_at(tile)
+    carry = ring, jnp.int32(0), ring.slot * (tuning.widest // 8)
+    _, last, _ = lax.fori_loop(0, shape.k_steps, step, carry)
+    plgpu.wgmma_wait(0)
+    steps.release(last, True)

@@ -1,0 +1,96 @@
+"""The Hopper kernel's roles, ring, barriers and schedule in Mosaic's interpreter, with the race detector on.
+
+The decode is plain operations there; what the GPU alone can show is in test_mosaic_hopper_gpu.py.
+"""
+
+import contextlib
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_gpu_interpret_mode_state
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from numerics import KERNEL_TOLERANCES, assert_close, assert_same_bits
+
+from pallas_kernels import Activation, MXFP4Array, Situ, SwiGLU, quantize_fp8_token, quantize_mxfp8
+from pallas_kernels import grouped_matmul as public_grouped_matmul
+from pallas_kernels.grouped_matmul.config import Tuning
+from pallas_kernels.grouped_matmul.hopper_plain import PlainSteps
+from pallas_kernels.grouped_matmul.kernel_layout import to_kernel_layout
+from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
+
+QUANTIZERS = {"w4a8": quantize_mxfp8, "w4a8_fp8": quantize_fp8_token}
+ROWS, N, K = 40, 128, 128
+
+
+@pytest.fixture(autouse=True)
+def _clean_interpreter() -> Iterator[None]:
+    reset_gpu_interpret_mode_state()
+    yield
+    reset_gpu_interpret_mode_state()
+
+
+def run(
+    sizes: list[int], tuning: Tuning, recipe: str = "w4a16", activation: Activation | None = None, blocks: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """(the kernel's rows, the reference's rows) that belong to a group, on random operands with a NaN tail."""
+    rng = np.random.default_rng(sum(sizes))
+    codes = rng.integers(0, 256, (len(sizes), N, K // 2), dtype=np.uint8)
+    w = MXFP4Array(jnp.array(codes), jnp.array(rng.integers(118, 124, (len(sizes), N, K // 32), dtype=np.uint8)))
+    used = sum(sizes)
+    rows = jnp.array(rng.standard_normal((ROWS, K)), jnp.bfloat16).at[used:].set(jnp.nan)
+    x = QUANTIZERS.get(recipe, lambda rows: rows)(rows)
+    group_sizes = jnp.array(sizes, jnp.int32)
+    result = grouped_matmul(
+        x,
+        to_kernel_layout(w, recipe=recipe, gated=activation is not None),
+        group_sizes,
+        activation=activation,
+        tuning=tuning,
+        multiprocessors=blocks,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    expected = public_grouped_matmul(x, w, group_sizes, activation=activation, implementation="reference")
+    return np.asarray(result)[:used], np.asarray(expected)[:used]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "activation", "tuning"),
+    [
+        ("w4a16", None, Tuning((8, 16), 2, 1, 2, 2)),
+        ("w4a16", Situ(4.0, 25.0), Tuning((8, 24), 1, 2, 1, 3)),
+        ("w4a16", SwiGLU(), Tuning((16,), 1, 1, 2, 2)),
+        ("w4a8", Situ(1.0, None), Tuning((8,), 2, 1, 2, 2)),
+        ("w4a8_fp8", None, Tuning((8, 16), 1, 2, 2, 2)),
+        ("w4a8_fp8", Situ(4.0, 25.0), Tuning((16,), 1, 2, 2, 2)),
+    ],
+)
+def test_the_kernel_equals_the_reference_without_a_race(
+    recipe: str, activation: Activation | None, tuning: Tuning
+) -> None:
+    result, expected = run([13, 0, 9, 1], tuning, recipe, activation)
+    assert_close(result, expected, KERNEL_TOLERANCES[recipe])
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [40, 0, 0], [0, 0, 40], [0, 17, 0], [8, 8, 8], [1, 1, 1]], ids=str)
+def test_every_row_of_every_group_is_written_and_no_other_leaks(sizes: list[int]) -> None:
+    result, expected = run(sizes, Tuning((8, 16), 2, 1, 2, 2))
+    assert_same_bits(result, expected)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 8])
+def test_any_number_of_multiprocessors_gives_the_same_bits(blocks: int) -> None:
+    result, expected = run([9, 20], Tuning((8, 16), 1, 1, 2, 2), blocks=blocks)
+    assert_same_bits(result, expected)
+
+
+def test_the_detector_sees_a_slot_read_before_it_was_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: without it, the tests above could pass for want of a detector."""
+    monkeypatch.setattr(PlainSteps, "await_full", lambda self, ring: None)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # that no thread waited is an error of its own, at the end
+        run([16, 16], Tuning((16,), 1, 1, 2, 2), blocks=1)
+    assert get_races().races_found
