@@ -117,6 +117,12 @@ def test_one_group_with_everything(expert: int) -> None:
     check(np.where(np.arange(8) == expert, 1500, 0), 512, 512, 1500, "w4a16", KIMI, None)
 
 
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "w4a8_fp8"])
+@pytest.mark.parametrize("rows", [1, 5, 31])
+def test_fewer_rows_than_one_copy_brings(recipe: str, rows: int) -> None:
+    check(np.array([0, rows, 0]), 256, 256, rows, recipe, KIMI, None)
+
+
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8_fp8"])
 @pytest.mark.parametrize("low", [0, 60, 118, 200])
 def test_scale_bytes_at_every_base_with_experts_far_apart(recipe: str, low: int) -> None:
