@@ -19,16 +19,18 @@ from jaxtyping import Array, BFloat16, Int
 from k3jax.routing import Routing
 from pallas_kernels import (
     Activation,
+    KernelWeights,
     MXFP4Array,
     MXFP8Array,
     TokenScaledArray,
+    from_kernel_layout,
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
 )
 from pallas_kernels.rounding import to_bfloat16
 
-Weights = Array | MXFP4Array
+Weights = Array | MXFP4Array | KernelWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +51,7 @@ RECIPES = {
 
 
 class FrozenExperts(nnx.Variable):
-    """The experts' weights, `[E, N, K]` bfloat16 or MXFP4Array. Not an `nnx.Param`: nothing trains or casts them."""
+    """The experts' weights `[E, N, K]`. Not an `nnx.Param`: nothing trains or casts them."""
 
 
 class RowSchedule(NamedTuple):
@@ -159,6 +161,10 @@ def _quantized_mlp_backward(
     activation: Activation, recipe: str, implementation: str | None, residuals: tuple[Any, ...], d_rows: Array
 ) -> tuple[Array, None, None, None]:
     rows_SL, w13, w2, group_sizes = residuals
+    if isinstance(w13, KernelWeights) or isinstance(w2, KernelWeights):
+        # Laid out for quantised rows, which the straight-through chain does not have.
+        w13, w2 = (from_kernel_layout(w) if isinstance(w, KernelWeights) else w for w in (w13, w2))
+        implementation = None
     plain = functools.partial(
         _plain_mlp, w13=w13, w2=w2, group_sizes=group_sizes, activation=activation, implementation=implementation
     )

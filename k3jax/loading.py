@@ -39,9 +39,12 @@ class LoadOptions:
         quantize_plain: let a recipe with packed weights quantise experts that are stored plain. Without it, loading
             such experts raises: rounding a model to four bits is not something to happen unasked. Recipe "bf16" takes
             plain experts as they are, either way.
+        allow_inexact: let a kernel whose layout cannot hold an expert's span of exponents round the smallest blocks,
+            with a warning that says how much is lost. Without it, such a kernel is passed over, or raises if named.
     """
 
     quantize_plain: bool = False
+    allow_inexact: bool = False
 
 
 _DEFAULTS = LoadOptions()
@@ -76,7 +79,13 @@ def load_layer(
     if not config.is_moe(layer):
         gate_up, down = _mlp(tensors, "mlp.")
         return GatedMLP(gate_up, down, activation=config.activation)
-    return MoE(config, recipe=recipe, implementation=implementation, arrays=_moe_arrays(config, tensors, recipe))
+    return MoE(
+        config,
+        recipe=recipe,
+        implementation=implementation,
+        allow_inexact=options.allow_inexact,
+        arrays=_moe_arrays(config, tensors, recipe),
+    )
 
 
 def _require_storage(tensors: LayerTensors, recipe: str, options: LoadOptions, path: Path) -> None:

@@ -6,7 +6,9 @@ x [T, D] -- latent down-projection --> [T, L] -- routed experts, weighted sum --
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, BFloat16, Bool, Float
@@ -16,7 +18,7 @@ from k3jax.experts import RECIPES, FrozenExperts, Weights, routed_experts
 from k3jax.linear import linear, rms_norm
 from k3jax.mlp import GatedMLP, check_tokens, random_weight
 from k3jax.routing import Router, Routing, pick_experts
-from pallas_kernels import Activation, MXFP4Array, grouped_matmul, quantize_mxfp4, select
+from pallas_kernels import Activation, KernelWeights, MXFP4Array, grouped_matmul, lay_out, quantize_mxfp4, select
 from pallas_kernels.rounding import to_bfloat16
 
 
@@ -73,6 +75,7 @@ class MoE(nnx.Module):
     Args:
         config: sizes and switches. recipe: "bf16", "w4a16", "w4a8" or "w4a8_fp8".
         implementation: of `grouped_matmul`; None for the fastest that runs here.
+        allow_inexact: let that implementation round experts whose exponents span more than it can hold (it warns).
         arrays: the weights; or `rngs`, for random ones. Exactly one of the two.
 
     Raises:
@@ -86,6 +89,7 @@ class MoE(nnx.Module):
         *,
         recipe: str = "w4a16",
         implementation: str | None = None,
+        allow_inexact: bool = False,
         arrays: MoEArrays | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> None:
@@ -95,11 +99,14 @@ class MoE(nnx.Module):
             raise ValueError(f"MoE: {recipe=} is not one of {', '.join(RECIPES)}")
         if (arrays is None) == (rngs is None):
             raise ValueError("MoE: pass either arrays= or rngs=, for given or for random weights")
-        select.explain("grouped_matmul", implementation=implementation)  # raises now rather than at the first call
         if rngs is not None:
             arrays = MoEArrays.random(config, packed=RECIPES[recipe].packed, rngs=rngs)
         assert arrays is not None
         _check_arrays(config, recipe, arrays)
+        place = functools.partial(lay_out, recipe=recipe, implementation=implementation, allow_inexact=allow_inexact)
+        w13, w2 = place(arrays.w13, gated=True), place(arrays.w2, gated=False)
+        for w in (w13, w2):
+            select.explain("grouped_matmul", implementation=implementation, w=w)  # raises now, not at the first call
         self.config = config
         self.recipe = recipe
         self.implementation = implementation
@@ -108,8 +115,8 @@ class MoE(nnx.Module):
         self.latent_norm = _param(arrays.latent_norm)
         self.latent_up = _param(arrays.latent_up)
         self.shared = _shared_experts(arrays, config.activation)
-        self.w13 = FrozenExperts(arrays.w13)
-        self.w2 = FrozenExperts(arrays.w2)
+        self.w13 = FrozenExperts(w13)
+        self.w2 = FrozenExperts(w2)
 
     def __call__(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "... d"]:
         """`[..., D] -> [..., D]` in the dtype of `x` (bfloat16, float16 or float32).
@@ -162,15 +169,22 @@ class MoE(nnx.Module):
         block = 32
         padding = (0, -gate.size % block)
         gate_up = jnp.concatenate([jnp.pad(v, padding).reshape(-1, block) for v in (gate, up)], axis=1)
-        identity = jnp.eye(2 * block, dtype=jnp.bfloat16)[None]
         y = grouped_matmul(
             gate_up,
-            quantize_mxfp4(identity) if RECIPES[self.recipe].packed else identity,
+            self._identity(2 * block),
             jnp.array([gate_up.shape[0]], jnp.int32),
             activation=self.config.activation,
             implementation=self.implementation,
         )
         return y.reshape(-1)[: gate.size]
+
+    def _identity(self, size: int) -> Weights:
+        """`[1, size, size]` in the form of this layer's experts, for rows in bfloat16."""
+        with jax.ensure_compile_time_eval():  # a layout is chosen by looking at the values
+            identity = jnp.eye(size, dtype=jnp.bfloat16)[None]
+            if not RECIPES[self.recipe].packed:
+                return identity
+            return lay_out(quantize_mxfp4(identity), recipe="w4a16", gated=True, implementation=self.implementation)
 
     def _pick(self, logits_TE: Array, mask: Array | None) -> Routing:
         return pick_experts(logits_TE, self.router.bias[...], self.config, None if mask is None else mask.reshape(-1))
@@ -222,11 +236,11 @@ def _check_arrays(config: K3Config, recipe: str, arrays: MoEArrays) -> None:
         found = None if array is None else tuple(array.shape)
         if found != shape:
             raise ValueError(f"MoE: {name} has shape {found}, but the config asks for {shape}")
-        if isinstance(array, MXFP4Array) or name == "router_bias" or array is None:
+        if isinstance(array, MXFP4Array | KernelWeights) or name == "router_bias" or array is None:
             continue
         if array.dtype != jnp.bfloat16:
             raise ValueError(f"MoE: {name} must be bfloat16, not {array.dtype}")
     for name in ("w13", "w2"):
-        if isinstance(getattr(arrays, name), MXFP4Array) != RECIPES[recipe].packed:
+        if isinstance(getattr(arrays, name), MXFP4Array | KernelWeights) != RECIPES[recipe].packed:
             wanted = "an MXFP4Array" if RECIPES[recipe].packed else "a bfloat16 array (MXFP4Array.dequantize gives one)"
             raise ValueError(f"MoE: {name} must be {wanted} for {recipe=}")

@@ -1,6 +1,13 @@
 """Kernels and number formats for MXFP4 mixture-of-experts layers. Knows arrays, not models or meshes."""
 
-from pallas_kernels.grouped_matmul import OUT_FORMATS, grouped_matmul
+from pallas_kernels.grouped_matmul import (
+    OUT_FORMATS,
+    KernelWeights,
+    from_kernel_layout,
+    grouped_matmul,
+    lay_out,
+    to_kernel_layout,
+)
 from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels.select import Explanation, explain
@@ -10,16 +17,20 @@ __all__ = [
     "OUT_FORMATS",
     "Activation",
     "Explanation",
+    "KernelWeights",
     "MXFP4Array",
     "MXFP8Array",
     "Situ",
     "SwiGLU",
     "TokenScaledArray",
     "explain",
+    "from_kernel_layout",
     "grouped_matmul",
+    "lay_out",
     "quantize_fp8_token",
     "quantize_mxfp4",
     "quantize_mxfp8",
     "situ_and_mul",
     "swiglu_and_mul",
+    "to_kernel_layout",
 ]

@@ -98,6 +98,11 @@ def quantize_mxfp4(x: Float[Array, "... n k"]) -> MXFP4Array:
         raise ValueError(f"quantize_mxfp4: shape {x.shape} must be [..., N, K]")
     x = x.astype(jnp.float32)
     scales = e8m0.block_scales(x, LARGEST)
+    return MXFP4Array(encode(x, scales), scales)
+
+
+def encode(x: Float[Array, "... n k"], scales: UInt8[Array, "... n b"]) -> UInt8[Array, "... n half"]:
+    """The packed codes of float32 `x` under given scales: nearest, ties to even, magnitudes over 6 saturating."""
     scaled = e8m0.divide_by_scales(x, scales)
     magnitude = jnp.abs(scaled)
     # Midpoints between neighbouring magnitudes; a tie goes to the even code, hence the alternation of > and >=.
@@ -106,7 +111,7 @@ def quantize_mxfp4(x: Float[Array, "... n k"]) -> MXFP4Array:
         code += (magnitude >= midpoint if tie_rounds_up else magnitude > midpoint).astype(jnp.uint8)
     poisoned = jnp.repeat(scales, e8m0.BLOCK, axis=-1) == e8m0.NAN_BYTE
     code = jnp.where(poisoned, 0, code | (jnp.signbit(scaled).astype(jnp.uint8) << 3))
-    return MXFP4Array(code[..., 0::2] | (code[..., 1::2] << 4), scales)
+    return code[..., 0::2] | (code[..., 1::2] << 4)
 
 
 def _value_bits(w: MXFP4Array, integer: type, *, mantissa: int) -> Array:

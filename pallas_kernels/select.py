@@ -1,17 +1,21 @@
 """Which implementation of an op runs: decided here once, for every op, and visible through `explain`.
 
-`implementation=None` takes the first of the op's implementations below. A named one runs or raises; nothing falls back.
+`implementation=None` takes the first of the op's implementations, fastest first, that can take the operands on this
+device. A named one runs or raises; nothing falls back.
 """
 
 import dataclasses
 import functools
 import logging
+from typing import Any
+
+import jax
 
 IMPLEMENTATIONS = ("reference", "xla", "triton", "mosaic")
 
 # Fastest first. For the elementwise ops the reference formula is also what XLA does best: one fused pass.
-_AVAILABLE = {
-    "grouped_matmul": ("xla", "reference"),
+_FASTEST_FIRST = {
+    "grouped_matmul": ("mosaic", "xla", "reference"),
     "situ_and_mul": ("xla", "reference"),
     "swiglu_and_mul": ("xla", "reference"),
     "quantize_mxfp8": ("xla", "reference"),
@@ -32,37 +36,72 @@ class Explanation:
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.others.items()])
 
 
-def explain(op: str, *, implementation: str | None = None) -> Explanation:
+def explain(
+    op: str, *, implementation: str | None = None, x: Any = None, w: Any = None, activation: Any = None
+) -> Explanation:
     """The implementation that `op` would run when called with `implementation`, and why each other one would not.
+
+    For "grouped_matmul", `x`, `w` and `activation` are its operands; without them the answer is for MXFP4 weights in
+    the layout that each implementation wants, which loading a layer gives them.
 
     Raises:
         ValueError: no such op, or no such implementation.
-        NotImplementedError: the named implementation exists but cannot run this op.
+        NotImplementedError: the named implementation cannot run this op, or these operands here.
     """
-    if op not in _AVAILABLE:
-        raise ValueError(f"op={op!r} is not one of {', '.join(_AVAILABLE)}")
-    available = _AVAILABLE[op]
+    if op not in _FASTEST_FIRST:
+        raise ValueError(f"op={op!r} is not one of {', '.join(_FASTEST_FIRST)}")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}, nor None")
-    if implementation is not None and implementation not in available:
+    reasons = {name: _why_not(op, name, x, w, activation) for name in IMPLEMENTATIONS}
+    able = [name for name in _FASTEST_FIRST[op] if reasons[name] is None]
+    if implementation is not None and implementation not in able:
         raise NotImplementedError(
-            f"{op} has no {implementation!r} kernel; pass one of {', '.join(available)}, or None to have one chosen"
+            f"{op} cannot run on implementation {implementation!r}: {reasons[implementation]}; "
+            f"pass {' or '.join(able)}, or None to have one chosen"
         )
-    chosen = implementation or available[0]
-    others = {}
-    for name in IMPLEMENTATIONS:
-        if name not in available:
-            others[name] = f"{op} has no such kernel"
-        elif name != chosen:
-            others[name] = f"can run; {chosen} was asked for" if implementation else f"can run; {chosen} is faster"
+    if not able:
+        details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise NotImplementedError(f"no implementation of {op} can run these operands on this device: {details}")
+    chosen = implementation or able[0]
+    preferred = f"{chosen} was asked for" if implementation else f"{chosen} is faster"
+    others = {name: reason or f"can run; {preferred}" for name, reason in reasons.items() if name != chosen}
     return Explanation(op, chosen, others)
 
 
-def choose(op: str, implementation: str | None) -> str:
+def choose(op: str, implementation: str | None, *, x: Any = None, w: Any = None, activation: Any = None) -> str:
     """The name `explain` gives, after one INFO log line for each new choice."""
-    chosen = explain(op, implementation=implementation).chosen
+    chosen = explain(op, implementation=implementation, x=x, w=w, activation=activation).chosen
     _log_once(op, chosen)
     return chosen
+
+
+def why_not_hopper() -> str | None:
+    """Why this device cannot run the kernels for sm_90a; None if it can."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    if capability == "9.0":
+        return None
+    return f"it is written for Hopper (compute capability 9.0), and this is {device.device_kind}"
+
+
+def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
+    if name not in _FASTEST_FIRST[op]:
+        return f"{op} has no such kernel"
+    if op != "grouped_matmul":
+        return None
+    unfit = why_not_hopper() if name == "mosaic" else None
+    if unfit or w is None:
+        return unfit
+    # Imported here, because the kernels' own modules import this one.
+    from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+
+    if not isinstance(w, KernelWeights):
+        return "the weights are not in its layout (to_kernel_layout)" if name == "mosaic" else None
+    if name != "mosaic":
+        return "the weights are laid out for mosaic (from_kernel_layout gives them back)"
+    from pallas_kernels.grouped_matmul import mosaic_hopper
+
+    return None if x is None else mosaic_hopper.why_not(x, w, activation)
 
 
 @functools.cache

@@ -212,7 +212,9 @@ def test_fault_22_temporaries_at_the_model_s_sizes_stay_below_the_output(
     result = jax.eval_shape(call, *operands)
     assert result.size * result.dtype.itemsize >= 192 * MIB
     rows_as_bf16 = 32_768 * 3584 * 2 if recipe in ("w4a8", "w4a8_fp8") else 0
-    assert temporaries(call, *operands) - rows_as_bf16 < 32 * MIB
+    # A GPU's tile of decoded weights is larger, so that a step is worth its launch, and its matmuls have a workspace.
+    tile = 32 * MIB if jax.default_backend() == "cpu" else 192 * MIB
+    assert temporaries(call, *operands) - rows_as_bf16 < tile
 
 
 def test_fault_22_the_gradient_s_temporaries_do_not_grow_with_the_number_of_groups() -> None:
@@ -269,7 +271,7 @@ def test_wrong_arguments_raise_with_what_was_given(
 
 @pytest.mark.parametrize("name", ["triton", "mosaic"])
 def test_fault_6_an_implementation_that_cannot_run_raises_with_the_reason(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"grouped_matmul has no '{name}' kernel; pass one of xla, reference"):
+    with pytest.raises(NotImplementedError, match=f"'{name}': .*; pass xla or reference"):
         grouped_matmul(ROWS, WEIGHTS, SIZES, implementation=name)
 
 

@@ -31,7 +31,7 @@ def test_fault_6_a_named_implementation_is_never_replaced(op: str) -> None:
         if name == free.chosen or "can run" in free.others[name]:
             assert explain(op, implementation=name).chosen == name
         else:
-            with pytest.raises(NotImplementedError, match=f"{op} has no '{name}' kernel; pass one of {free.chosen}"):
+            with pytest.raises(NotImplementedError, match=f"'{name}': .*; pass {free.chosen} or"):
                 explain(op, implementation=name)
     with pytest.raises(ValueError, match="implementation='cutlass' is not one of reference, xla, triton, mosaic"):
         explain(op, implementation="cutlass")

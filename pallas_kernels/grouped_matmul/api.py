@@ -10,15 +10,16 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
 from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, from_kernel_layout
 from pallas_kernels.mxfp4 import MXFP4Array
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels.situ import Activation, apply_activation
 
 Rows = Float[Array, "m k"] | MXFP8Array | TokenScaledArray
 Result = Float[Array, "m width"] | MXFP8Array | TokenScaledArray
-Weights = Float[Array, "g n k"] | MXFP4Array
+Weights = Float[Array, "g n k"] | MXFP4Array | KernelWeights
 OUT_FORMATS = ("bf16", "f32", "mxfp8", "fp8_token")
-_IMPLEMENTATIONS = {"reference": reference, "xla": xla}
+_PLAIN = {"reference": reference, "xla": xla}
 
 
 @typing.overload
@@ -69,11 +70,11 @@ def grouped_matmul(
     Args:
         x: `[M, K]`: bfloat16, `MXFP8Array` (its block scales applied before the product) or `TokenScaledArray` (its
             token scale applied to the float32 sum). The products are exact in float32.
-        w: `[G, N, K]`, bfloat16 or `MXFP4Array`.
+        w: `[G, N, K]`: bfloat16, `MXFP4Array`, or `KernelWeights` that `to_kernel_layout` made for one implementation.
         group_sizes: integers `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
         activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
         out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
-        implementation: "reference", "xla", or None for the fastest that can run here.
+        implementation: "reference", "xla", "mosaic" (Hopper, `KernelWeights`), or None for the fastest that can.
 
     Returns:
         `[M, N]` or `[M, N/2]` in `out_format`. Rows at and beyond `sum(group_sizes)` are unspecified, and those of `x`
@@ -86,7 +87,7 @@ def grouped_matmul(
     """
     _check(x, w, group_sizes, activation, out_format)
     group_sizes = group_sizes.astype(jnp.int32)  # sums of narrower ones would overflow
-    chosen = select.choose("grouped_matmul", implementation)
+    chosen = select.choose("grouped_matmul", implementation, x=x, w=w, activation=activation)
     if x.shape[0] == 0:
         width = w.shape[1] // (2 if activation else 1)
         return _finish(jnp.zeros((0, width), _product_dtype(out_format)), out_format)
@@ -98,8 +99,20 @@ def _grouped_matmul(
     x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str, implementation: str
 ) -> Array:
     """The result before it is quantised."""
-    forward = _IMPLEMENTATIONS[implementation].forward
-    return _batched(forward, activation, _product_dtype(out_format))(x, w, group_sizes)
+    dtype = _product_dtype(out_format)
+    if implementation == "mosaic":
+        return _batched(_mosaic, activation, dtype)(x, w, group_sizes)
+    return _batched(_PLAIN[implementation].forward, activation, dtype)(x, w, group_sizes)
+
+
+def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype) -> Array:
+    from pallas_kernels.grouped_matmul import mosaic_hopper  # a second of imports that only GPUs need
+
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            "grouped_matmul on mosaic writes bfloat16: out_format='f32' needs another implementation"
+        )
+    return mosaic_hopper.grouped_matmul(x, w, group_sizes, activation=activation)
 
 
 def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, out_format: str, implementation: str) -> Any:
@@ -121,11 +134,13 @@ def _backward(activation: Any, out_format: str, implementation: str, residuals: 
         return None, None, None
     if isinstance(x, MXFP8Array | TokenScaledArray):
         return None, None, None  # never asked for: `_forward` refuses
+    if isinstance(w, KernelWeights):
+        w, implementation = from_kernel_layout(w), "xla"
     if activation is not None:
         gate_up = _grouped_matmul(x, w, group_sizes, None, "bf16", implementation)
         _, pullback = jax.vjp(lambda h: apply_activation(activation, h), gate_up.astype(jnp.float32))
         (dy,) = pullback(dy.astype(jnp.float32))
-    dx = _batched(_IMPLEMENTATIONS[implementation].transposed)(dy.astype(jnp.bfloat16), w, group_sizes)
+    dx = _batched(_PLAIN[implementation].transposed)(dy.astype(jnp.bfloat16), w, group_sizes)
     return dx.astype(x.dtype), None, None
 
 
@@ -151,10 +166,12 @@ def _finish(y: Array, out_format: str) -> Result:
 
 
 def _check(x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str) -> None:
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[2]:
+    if x.ndim != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[2]:
         raise ValueError(f"grouped_matmul: x {x.shape} and w {w.shape} must be [M, K] and [G, N, K] with the same K")
     for name, operand in (("x", x), ("w", w)):
-        if not isinstance(operand, MXFP4Array | MXFP8Array | TokenScaledArray) and operand.dtype != jnp.bfloat16:
+        if isinstance(operand, MXFP4Array | KernelWeights | MXFP8Array | TokenScaledArray):
+            continue
+        if operand.dtype != jnp.bfloat16:
             raise ValueError(f"grouped_matmul: {name} is {operand.dtype}; cast it to bfloat16, or quantise it")
     if group_sizes.shape != (w.shape[0],) or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(

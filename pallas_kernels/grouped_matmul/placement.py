@@ -1,0 +1,77 @@
+"""Load time: gives weights the layout that the implementation which will run them wants."""
+
+import logging
+
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels import select
+from pallas_kernels.grouped_matmul.config import choose_tuning
+from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, SPANS, KernelWeights, to_kernel_layout
+from pallas_kernels.grouped_matmul.narrowing import narrow
+from pallas_kernels.mxfp4 import MXFP4Array
+
+_log = logging.getLogger("pallas_kernels")
+
+
+def lay_out(
+    w: Array | MXFP4Array | KernelWeights,
+    *,
+    recipe: str,
+    gated: bool,
+    implementation: str | None = None,
+    allow_inexact: bool = False,
+) -> Array | MXFP4Array | KernelWeights:
+    """`w [G, N, K]` for `grouped_matmul(..., implementation=implementation)` on this device.
+
+    MXFP4 weights on a Hopper GPU are re-laid out for its kernel, exactly; everything else stays as it is. Where the
+    kernel cannot hold these weights, `implementation=None` leaves them to another one and logs why.
+
+    Args:
+        recipe: "w4a16", "w4a8" or "w4a8_fp8" for MXFP4 weights; "bf16" ones are never re-laid out.
+        gated: N counts gate rows and then up rows, for a fused activation.
+        allow_inexact: where an expert's exponents span more than the kernel holds, round its smallest blocks to what it
+            does, and log a warning of how much is lost.
+
+    Raises:
+        NotImplementedError: "mosaic" was asked for and cannot run here, or cannot hold these weights (the message names
+            the expert).
+    """
+    if implementation not in (None, "mosaic") or isinstance(w, KernelWeights):
+        return w
+    reason = select.why_not_hopper() if isinstance(w, MXFP4Array) else "its weights are MXFP4, and these are not"
+    if reason is None:
+        assert isinstance(w, MXFP4Array)
+        try:
+            _require_tunings(w, recipe, gated)
+            return to_kernel_layout(_narrowed(w, recipe) if allow_inexact else w, recipe=recipe, gated=gated)
+        except NotImplementedError as error:
+            reason = str(error)
+            _log.info("grouped_matmul cannot use mosaic for %s weights %s: %s", recipe, w.shape, reason)
+    if implementation == "mosaic":
+        raise NotImplementedError(f"grouped_matmul cannot run on implementation 'mosaic': {reason}")
+    return w
+
+
+def _require_tunings(w: MXFP4Array, recipe: str, gated: bool) -> None:
+    """Raises NotImplementedError unless the kernel can run these weights for any number of rows."""
+    groups, n, k = w.shape
+    for rows_a_group in (1, 40, 80, 160, 1000):  # from a decode step's to a prefill's: the tunings differ
+        choose_tuning(rows_a_group * groups, groups, n, k, RECIPES[recipe], gated)
+
+
+def _narrowed(w: MXFP4Array, recipe: str) -> MXFP4Array:
+    narrowed, lost = narrow(w, span=SPANS[RECIPES[recipe]])
+    experts = np.flatnonzero(np.asarray(lost))
+    if not experts.size:
+        return w
+    worst = int(np.argmax(lost))
+    _log.warning(
+        "%d of %d experts have more exponents than mosaic holds and were rounded; the worst, expert %d, by a relative "
+        "L2 error of %.1e",
+        experts.size,
+        len(lost),
+        worst,
+        float(lost[worst]),
+    )
+    return narrowed

@@ -1,0 +1,80 @@
+"""The layer on a Hopper GPU: laid out for the kernel when it is built, the same numbers, the same gradient."""
+
+import dataclasses
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layers import checkpoint_tensors, random_arrays, random_tokens, small_config
+from numerics import assert_same_bits, relative_l2
+
+from k3jax import MoE
+from k3jax.compare.tolerances import limits
+from k3jax.reference import oracle_trace
+from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = small_config(hidden_size=256, routed_expert_hidden_size=256, moe_intermediate_size=128)
+PACKED = ["w4a16", "w4a8", "w4a8_fp8"]
+trace = jax.jit(lambda layer, x: layer.trace(x))
+call = jax.jit(lambda layer, x, mask=None: layer(x, mask))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+@pytest.mark.parametrize("recipe", PACKED)
+def test_every_stage_against_the_oracle(recipe: str, tokens: int) -> None:
+    arrays = random_arrays(CONFIG, recipe)
+    layer = MoE(CONFIG, recipe=recipe, arrays=arrays)
+    assert isinstance(layer.w13.get_value(), KernelWeights)
+    assert explain("grouped_matmul", w=layer.w13.get_value()).chosen == "mosaic"
+    x = random_tokens((tokens, 256))
+    stages = trace(layer, x)
+    ids = np.asarray(stages["expert_ids"])
+    truth = oracle_trace(CONFIG, checkpoint_tensors(arrays), np.asarray(x), recipe=recipe, ids=ids)
+    allowed = limits("oracle", recipe)
+    for stage in ("latent", "expert_sum", "normed_latent", "shared", "output"):
+        assert relative_l2(stages[stage], truth[stage]) < allowed.relative_l2, stage
+
+
+@pytest.mark.parametrize("recipe", PACKED)
+def test_the_gradient_is_that_of_the_xla_layer(recipe: str) -> None:
+    arrays = random_arrays(CONFIG, recipe)
+    x = random_tokens((24, 256), dtype="float32")
+    gradient = jax.jit(jax.grad(lambda x, layer: jnp.sum(layer(x) ** 2)))
+    mosaic, xla = (MoE(CONFIG, recipe=recipe, implementation=name, arrays=arrays) for name in ("mosaic", "xla"))
+    assert relative_l2(gradient(x, mosaic), gradient(x, xla)) < 2e-2  # bfloat16 cotangents
+
+
+def test_masked_tokens_and_zero_tokens() -> None:
+    layer = MoE(CONFIG, recipe="w4a8_fp8", arrays=random_arrays(CONFIG, "w4a8_fp8"))
+    x = random_tokens((40, 256))
+    mask = jnp.arange(40) % 3 != 0
+    poisoned = jnp.where(mask[:, None], x, jnp.nan)
+    assert relative_l2(call(layer, poisoned, mask)[mask], call(layer, x)[mask]) < 1e-3
+    assert call(layer, x[:0]).shape == (0, 256)
+
+
+def spread(w: MXFP4Array) -> MXFP4Array:
+    """One block of expert 3 is 2^-40 times as large as it was."""
+    return MXFP4Array(w.codes, w.scales.at[3, 5, 1].add(-40))
+
+
+def test_exponents_that_the_kernel_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
+    arrays = random_arrays(CONFIG, "w4a8_fp8")
+    assert isinstance(arrays.w13, MXFP4Array)
+    arrays = dataclasses.replace(arrays, w13=spread(arrays.w13))
+    with pytest.raises(NotImplementedError, match="expert 3"):
+        MoE(CONFIG, recipe="w4a8_fp8", implementation="mosaic", arrays=arrays)
+    passed_over = MoE(CONFIG, recipe="w4a8_fp8", arrays=arrays)
+    assert isinstance(passed_over.w13.get_value(), MXFP4Array)
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
+        rounded = MoE(CONFIG, recipe="w4a8_fp8", implementation="mosaic", allow_inexact=True, arrays=arrays)
+    assert "the worst, expert 3" in caplog.text
+    x = random_tokens((64, 256))
+    assert relative_l2(call(rounded, x), call(passed_over, x)) < 1e-3
+    exact = MoE(CONFIG, recipe="w4a16", implementation="mosaic", arrays=arrays).w13.get_value()
+    assert isinstance(exact, KernelWeights)
+    assert_same_bits(from_kernel_layout(exact).scales, arrays.w13.scales)
