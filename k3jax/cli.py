@@ -1,11 +1,12 @@
 """The command `k3jax`. Exit status: 0 all is well, 1 a comparison failed, 2 the request or its input is wrong."""
 
 import contextlib
+import os
 import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -124,6 +125,79 @@ def inspect(
             outputs.write_json(json, summary.as_json(result))
     if not result.problems.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ and quantize.")] = "w13,w2",
+    rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",
+    groups: Annotated[int, typer.Option(help="Experts on this device.")] = 112,
+    distribution: Annotated[
+        str, typer.Option(metavar="D,...", help="Rows over experts: uniform, zipf (1/rank), hot (half on one).")
+    ] = "uniform",
+    recipe: Annotated[
+        str | None, typer.Option(metavar="R,...", help="Of bf16, w4a16, w4a8, w4a8_fp8. Default: the w4 ones.")
+    ] = None,
+    implementation: Annotated[str | None, typer.Option(help="Default: the fastest that runs here.")] = None,
+    xla: Annotated[bool, typer.Option(help="Time the xla implementation beside another.")] = True,
+    peers: Annotated[bool, typer.Option("--peers", help="Time Humming and tokamax on the same sizes.")] = False,
+    peer_python: Annotated[
+        Path | None, typer.Option(metavar="PYTHON", help="One with torch and humming. Default: this one.")
+    ] = None,
+    hidden: Annotated[int, typer.Option(help="Length of an expert's input and output row.")] = 3584,
+    width: Annotated[int, typer.Option(help="Width of an expert.")] = 3072,
+    repeats: Annotated[int, typer.Option(help="Timed calls of each row of the table.")] = 30,
+    timer: Annotated[
+        Literal["device", "wall"] | None,
+        typer.Option(help="The GPU's own times, or the clock. Default: device on a GPU."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random operands and of which experts are busy.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """Time the experts' products, SiTU and the quantisers at Kimi K3's sizes, beside what the device can do."""
+    with _errors_in_words():
+        if peers:  # their process needs some of the GPU's memory, which JAX would take whole
+            os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        from k3jax import outputs
+        from k3jax.bench import console, run
+        from k3jax.progress import progress_bar
+
+        if json is not None:
+            outputs.require_writable(json)
+        request = run.Request(
+            ops=_names(op),
+            recipes=None if recipe is None else _names(recipe),
+            rows=_numbers("--rows", rows),
+            groups=groups,
+            distributions=_names(distribution),
+            hidden=hidden,
+            width=width,
+            implementation=implementation,
+            compare_xla=xla,
+            peers=peers,
+            peer_python=peer_python,
+            repeats=repeats,
+            timer=timer,
+            seed=seed,
+        )
+        cases = run.plan(request)
+        with progress_bar(Console(stderr=True)) as progress:
+            result = run.run(request, cases, progress)
+        console.print_bench(Console(highlight=False), result)
+        if json is not None:
+            outputs.write_json(json, run.as_json(result))
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    if not all(part.isdecimal() for part in _names(text)):
+        raise ValueError(f"{option} {text!r} must be whole numbers such as 128,2048")
+    return tuple(int(part) for part in _names(text))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,128 @@
+"""The operands and calls behind a row of `k3jax bench`. Random numbers always: zeros run faster than real data."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, BFloat16
+
+from k3jax.bench.cases import Case
+from k3jax.experts import RECIPES, Weights
+from pallas_kernels import (
+    MXFP4Array,
+    Situ,
+    grouped_matmul,
+    lay_out,
+    quantize_fp8_token,
+    quantize_mxfp8,
+    situ_and_mul,
+)
+from pallas_kernels.rounding import to_bfloat16
+from pallas_kernels.situ import apply_activation
+
+Call = Callable[[], Any]
+
+KIMI = Situ(4.0, 25.0)
+_CHECKED_ROWS = 128
+
+
+def make_rows(case: Case) -> BFloat16[Array, "rows depth"]:
+    """Unit-normal rows."""
+    return _normal(jax.random.key(case.seed + case.rows), (case.rows, case.depth))
+
+
+def make_experts(case: Case) -> MXFP4Array:
+    """All MXFP4 codes, with scales over six octaves: `[groups, columns, depth]`."""
+    assert case.groups is not None
+    keys = jax.random.split(jax.random.key(case.seed), case.groups)
+    return _random_experts(keys, case.columns, case.depth)
+
+
+def expert_weights(experts: MXFP4Array, case: Case, implementation: str | None) -> Weights:
+    """The experts as `implementation` takes them for the case's recipe."""
+    if case.recipe == "bf16":
+        return _dequantized(experts)
+    return lay_out(experts, recipe=case.recipe, gated=case.op == "w13", implementation=implementation)
+
+
+def quantized_rows(case: Case, rows: Array) -> Any:
+    """The rows as the recipe's product takes them."""
+    quantize = RECIPES[case.recipe].quantize
+    return rows if quantize is None else quantize(rows)
+
+
+def product_call(
+    case: Case, x: Any, w: Weights, *, implementation: str, out_format: str = "bf16", quantize: bool = False
+) -> Call:
+    """The op on `x` and `w`, compiled as one program; with `quantize`, that of the bfloat16 rows `x` is part of it."""
+    quantizer = RECIPES[case.recipe].quantize if quantize else None
+    sizes = jnp.asarray(case.group_sizes)
+    activation = KIMI if case.op == "w13" else None
+
+    @jax.jit
+    def product(x: Any, w: Any, sizes: Array) -> Any:
+        rows = x if quantizer is None else quantizer(x)
+        return grouped_matmul(
+            rows, w, sizes, activation=activation, out_format=out_format, implementation=implementation
+        )
+
+    return functools.partial(product, x, w, sizes)
+
+
+def elementwise_call(case: Case, x: Array, implementation: str) -> Call:
+    """SiTU of rows of gate and up, or a quantiser."""
+    operation: Callable[..., Any]
+    if case.op == "situ":
+        operation = functools.partial(situ_and_mul, beta=KIMI.beta, linear_beta=KIMI.linear_beta)
+    else:
+        operation = quantize_mxfp8 if case.recipe == "w4a8" else quantize_fp8_token
+    return functools.partial(jax.jit(functools.partial(operation, implementation=implementation)), x)
+
+
+def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:
+    """Relative L2 of the first rows of the busiest expert, against the recipe's product in float32."""
+    sizes = case.group_sizes
+    busiest = int(np.argmax(sizes))
+    start = int(sizes[:busiest].sum())
+    count = min(int(sizes[busiest]), _CHECKED_ROWS)
+    return float(_relative_error(x, experts, y, busiest, start, count=count, gated=case.op == "w13"))
+
+
+# Compiled once for all cases of one shape.
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def _normal(key: Array, shape: tuple[int, ...]) -> Array:
+    return jax.random.normal(key, shape).astype(jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames=("columns", "depth"))
+def _random_experts(keys: Array, columns: int, depth: int) -> MXFP4Array:
+    def expert(key: Array) -> MXFP4Array:
+        codes, scales = jax.random.split(key)
+        return MXFP4Array(
+            jax.random.bits(codes, (columns, depth // 2), jnp.uint8),
+            jax.random.randint(scales, (columns, depth // 32), 118, 124).astype(jnp.uint8),
+        )
+
+    return jax.lax.map(expert, keys)  # one at a time: the generator's temporaries are several times its result
+
+
+@jax.jit
+def _dequantized(experts: MXFP4Array) -> Array:
+    return jax.lax.map(lambda expert: expert.dequantize(jnp.bfloat16), experts)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "gated"))
+def _relative_error(x: Any, experts: MXFP4Array, y: Array, g: Array, start: Array, *, count: int, gated: bool) -> Array:
+    def part(leaf: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(leaf, start, count)
+
+    rows = jax.tree.map(part, x)
+    exact = rows.astype(jnp.float32) if isinstance(rows, jax.Array) else rows.dequantize(jnp.float32)
+    product = to_bfloat16(jnp.matmul(exact, experts[g].dequantize(jnp.float32).T, precision="highest"))
+    expected = (apply_activation(KIMI, product) if gated else product).astype(jnp.float32)
+    return jnp.linalg.norm(part(y).astype(jnp.float32) - expected) / jnp.linalg.norm(expected)

@@ -1,0 +1,123 @@
+"""What `k3jax bench` prints."""
+
+import itertools
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.run import ERROR_LIMITS, Result, Run
+
+_UNITS = {"read": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
+
+_TIMERS = {
+    "device": "device time, each call after a write over the L2 cache; the clock's where a call takes over 20 ms",
+    "wall": "wall time, launches included",
+}
+
+
+def print_bench(console: Console, run: Run) -> None:
+    """The device, its ceilings, a table an op, what was timed beside it, and what is missing or wrong."""
+    console.print(Text(f"Runs on   {run.device}, jax {run.jax}"), soft_wrap=True)
+    console.print(Text(f"us        median {_TIMERS[run.timer]}"), soft_wrap=True)
+    ceilings = ", ".join(f"{name} {_short(value / 1e12)} {_UNITS[name]}" for name, value in run.ceilings.items())
+    console.print(Text(f"Ceilings  {ceilings}, through XLA, in this run"), soft_wrap=True)
+    for op, results in itertools.groupby(run.results, lambda result: result.case.op):
+        same = list(results)
+        console.print()
+        console.print(_figures(op, same))
+        beside = _beside(op, same)
+        if beside.columns[1:]:
+            console.print(beside)
+    for note in run.notes:
+        console.print(Text(note, "yellow"), soft_wrap=True)
+    for result in run.results:
+        if not result.ok:
+            console.print(Text(_wrong(result), "bold red"), soft_wrap=True)
+
+
+def _figures(op: str, results: list[Result]) -> Table:
+    table = _table(_title(op, results))
+    for heading in ("us", "min-max", "TFLOP/s", "TB/s", "% roof", "x xla", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        timing = result.timing
+        table.add_row(
+            _label(result.case),
+            _us(timing.us),
+            f"{_us(timing.us_min)}-{_us(timing.us_max)}",
+            _short(result.tflops),
+            _short(result.tbs),
+            _short(100 * result.roof_us / timing.us),
+            "-" if result.xla_us is None else _short(result.xla_us / timing.us),
+            "-" if result.error is None else f"{result.error:.1e}".replace("e-0", "e-"),
+        )
+    return table
+
+
+def _beside(op: str, results: list[Result]) -> Table:
+    """Variants and peers in microseconds, a peer's with ours over it; only columns that hold something."""
+    table = _table(f"{op}, beside it: us, and ours / theirs")
+    columns: dict[str, list[str]] = {"from bf16": [], "fp8 out": [], "Humming": [], "e4m3 in": [], "tokamax": []}
+    for result in results:
+        ours = result.timing.us
+        whole = result.from_bf16_us or ours  # Humming's from bfloat16 rows includes their quantisation
+        cells = (
+            _beside_cell(result.from_bf16_us),
+            _beside_cell(result.quantized_out_us),
+            _beside_cell(result.peers.get("humming_us"), whole),
+            _beside_cell(result.peers.get("humming_prequantised_us"), ours),
+            _beside_cell(result.peers.get("tokamax_us"), ours),
+        )
+        for column, cell in zip(columns.values(), cells, strict=True):
+            column.append(cell)
+    shown = {heading: column for heading, column in columns.items() if set(column) != {"-"}}
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, result in enumerate(results):
+        table.add_row(_label(result.case), *(column[index] for column in shown.values()))
+    return table
+
+
+def _beside_cell(us: float | None, ours: float | None = None) -> str:
+    if us is None:
+        return "-"
+    return _us(us) if ours is None else f"{_us(us)} {ours / us:.2f}"
+
+
+def _table(title: str) -> Table:
+    table = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    table.add_column("rows", no_wrap=True)
+    return table
+
+
+def _title(op: str, results: list[Result]) -> str:
+    case = results[0].case
+    names = ", ".join(dict.fromkeys(result.implementation for result in results))
+    if op in GEMMS:
+        situ = " + SiTU" if op == "w13" else ""
+        return f"{op}{situ}, {names}: {case.groups} experts, [rows, {case.depth}] x [{case.columns}, {case.depth}]"
+    return f"{op}, {names}: [rows, {case.depth}]"
+
+
+def _label(case: Case) -> str:
+    return " ".join(filter(None, (f"{case.rows:>6}", case.distribution, case.recipe)))
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _short(value: float | None) -> str:
+    """Three digits, as far as they are worth showing."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _wrong(result: Result) -> str:
+    limit = ERROR_LIMITS[result.case.recipe]
+    case = " ".join(_label(result.case).split())
+    return f"{result.case.op} {case}: the result is wrong, relative L2 {result.error:.1e} where {limit:g} is allowed"
