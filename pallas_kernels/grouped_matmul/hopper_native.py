@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.grouped_matmul import hopper_decode, hopper_epilogue
+from pallas_kernels.grouped_matmul import hopper_decode, hopper_epilogue, hopper_tables
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
 from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.hopper_decode import SCALAR, UNIT_BYTES
@@ -43,7 +43,6 @@ from pallas_kernels.grouped_matmul.hopper_ptx import (
     wide,
 )
 
-_PAST_END = 0x7FFF_FFFF
 _COPIES = (32, 16, 8)  # rows of x that one tensor copy brings
 
 
@@ -87,7 +86,7 @@ class NativeSteps:
             del ctx
             index = ptx("mov.u32 $0, %tid.x;", out=i32())
             with utils.when(less(index, 32)):
-                _build_tables(shape, global_address(sizes), shared_address(table))
+                hopper_tables.build(shape, global_address(sizes), shared_address(table))
             with utils.when(equal(index, 0)):
                 for stage in range(shape.tuning.stages):
                     full, empty = _barrier_pair(barriers, constant(stage), shape)
@@ -198,70 +197,16 @@ class NativeSteps:
         )
         def emit(ctx: Any, table: Value, tile: Any, group: Any) -> Any:
             del ctx
-            lane = both(thread(), 31)
-            address = add(shared_address(table), left(add(scalar(group), lane), 2))
-            found = ptx(_FIND, scalar(tile), address, scalar(group), out=i32(), volatile=True)
+            found = hopper_tables.find(shared_address(table), scalar(tile), scalar(group))
             return mgpu.FragmentedArray.splat(uniform(found), (), is_signed=True)
 
         return emit(self.table, tile, group)
-
-
-_FIND = """{
-.reg .pred ends_beyond, any;
-.reg .b32 end, lanes, at, first;
-mov.b32 at, $2;
-mov.b32 first, $3;
-FIND_${:uid}:
-ld.shared.b32 end, [at];
-setp.lt.s32 ends_beyond, $1, end;
-vote.sync.ballot.b32 lanes, ends_beyond, 0xffffffff;
-setp.ne.b32 any, lanes, 0;
-@any bra.uni FOUND_${:uid};
-add.u32 at, at, 128;
-add.u32 first, first, 32;
-bra.uni FIND_${:uid};
-FOUND_${:uid}:
-brev.b32 lanes, lanes;
-clz.b32 lanes, lanes;
-add.u32 $0, first, lanes;
-}"""
 
 
 def _barrier_pair(barriers: Value, slot: Value, shape: Geometry) -> tuple[Value, Value]:
     """The addresses of a slot's two barriers: filled by the copies, emptied by the consumers."""
     full = add(shared_address(barriers), left(slot, 3))
     return full, add(full, 8 * shape.tuning.stages)
-
-
-def _build_tables(shape: Geometry, sizes: Value, table: Value) -> None:
-    """One warp: for each group the end of its tiles and, in the second table, the end of its rows."""
-    words = table_words(shape.groups)
-    lane = both(thread(), 31)
-    rounds = arith.constant(ir.IndexType.get(), words // 32)
-
-    @utils.fori(rounds, (constant(0), constant(0)))
-    def _(i: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
-        group = add(left(arith.index_castui(i32(), i), 5), lane)
-        inside = less(group, shape.groups)
-        address = arith.addi(sizes, wide(left(arith.minsi(group, constant(shape.groups - 1)), 2)))
-        rows = arith.select(inside, ptx("ld.global.b32 $0, [$1];", address, out=i32(), volatile=True), constant(0))
-        widest = shape.tuning.widest
-        tiles = mul(arith.divui(add(rows, widest - 1), constant(widest)), shape.column_blocks)
-        for distance in (1, 2, 4, 8, 16):
-            rows, tiles = (add(v, _from_lower_lane(v, distance)) for v in (rows, tiles))
-        tiles, rows = add(tiles, carry[0]), add(rows, carry[1])
-        at = add(table, left(group, 2))
-        ptx("st.shared.b32 [$0], $1;", at, arith.select(inside, tiles, constant(_PAST_END)))
-        ptx("st.shared.b32 [$0], $1;", add(at, 4 * words), rows)
-        last = "shfl.sync.idx.b32 $0, $1, 31, 31, 0xffffffff;"
-        tiles, rows = (ptx(last, v, out=i32(), volatile=True) for v in (tiles, rows))
-        return tiles, rows
-
-
-def _from_lower_lane(value: Value, distance: int) -> Value:
-    """The value of the lane `distance` lower, 0 where there is none."""
-    code = "{ .reg .pred p; shfl.sync.up.b32 $0|p, $1, $2, 0, 0xffffffff; @!p mov.b32 $0, 0; }"
-    return ptx(code, value, constant(distance), out=i32(), volatile=True)
 
 
 def _copy_weights(

@@ -1,0 +1,84 @@
+"""The schedule's tables in shared memory: a warp sums them up, and a warp searches them 32 entries at a time.
+
+Table 0 holds for each group the number of the tile after its last, table 1 the row after its last; both are padded to
+`table_words`, the first with numbers that no tile reaches.
+"""
+
+from jaxlib.mlir import ir
+
+from pallas_kernels.grouped_matmul.config import table_words
+from pallas_kernels.grouped_matmul.geometry import Geometry
+from pallas_kernels.grouped_matmul.hopper_ptx import (
+    Value,
+    add,
+    arith,
+    both,
+    constant,
+    i32,
+    left,
+    less,
+    mul,
+    ptx,
+    thread,
+    utils,
+    wide,
+)
+
+_PAST_END = 0x7FFF_FFFF
+
+_FIND = """{
+.reg .pred ends_beyond, any;
+.reg .b32 end, lanes, at, first;
+mov.b32 at, $2;
+mov.b32 first, $3;
+FIND_${:uid}:
+ld.shared.b32 end, [at];
+setp.lt.s32 ends_beyond, $1, end;
+vote.sync.ballot.b32 lanes, ends_beyond, 0xffffffff;
+setp.ne.b32 any, lanes, 0;
+@any bra.uni FOUND_${:uid};
+add.u32 at, at, 128;
+add.u32 first, first, 32;
+bra.uni FIND_${:uid};
+FOUND_${:uid}:
+brev.b32 lanes, lanes;
+clz.b32 lanes, lanes;
+add.u32 $0, first, lanes;
+}"""
+
+
+def find(table: Value, tile: Value, group: Value) -> Value:
+    """The first group from `group` on whose tiles end beyond `tile`; G if there is none. For a whole warp."""
+    address = add(table, left(add(group, both(thread(), 31)), 2))
+    return ptx(_FIND, tile, address, group, out=i32(), volatile=True)
+
+
+def build(shape: Geometry, sizes: Value, table: Value) -> None:
+    """One warp: for each group the end of its tiles and, in the second table, the end of its rows."""
+    words = table_words(shape.groups)
+    lane = both(thread(), 31)
+    rounds = arith.constant(ir.IndexType.get(), words // 32)
+
+    @utils.fori(rounds, (constant(0), constant(0)))
+    def _(i: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
+        group = add(left(arith.index_castui(i32(), i), 5), lane)
+        inside = less(group, shape.groups)
+        address = arith.addi(sizes, wide(left(arith.minsi(group, constant(shape.groups - 1)), 2)))
+        rows = arith.select(inside, ptx("ld.global.b32 $0, [$1];", address, out=i32(), volatile=True), constant(0))
+        widest = shape.tuning.widest
+        tiles = mul(arith.divui(add(rows, widest - 1), constant(widest)), shape.column_blocks)
+        for distance in (1, 2, 4, 8, 16):
+            rows, tiles = (add(v, _from_lower_lane(v, distance)) for v in (rows, tiles))
+        tiles, rows = add(tiles, carry[0]), add(rows, carry[1])
+        at = add(table, left(group, 2))
+        ptx("st.shared.b32 [$0], $1;", at, arith.select(inside, tiles, constant(_PAST_END)))
+        ptx("st.shared.b32 [$0], $1;", add(at, 4 * words), rows)
+        last = "shfl.sync.idx.b32 $0, $1, 31, 31, 0xffffffff;"
+        tiles, rows = (ptx(last, v, out=i32(), volatile=True) for v in (tiles, rows))
+        return tiles, rows
+
+
+def _from_lower_lane(value: Value, distance: int) -> Value:
+    """The value of the lane `distance` lower, 0 where there is none."""
+    code = "{ .reg .pred p; shfl.sync.up.b32 $0|p, $1, $2, 0, 0xffffffff; @!p mov.b32 $0, 0; }"
+    return ptx(code, value, constant(distance), out=i32(), volatile=True)
