@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layers import checkpoint_tensors, random_arrays, random_tokens, small_config
-from numerics import assert_same_bits, relative_l2
+from numerics import relative_l2
 
 from k3jax import MoE
 from k3jax.compare.tolerances import limits
 from k3jax.reference import oracle_trace
-from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout
+from pallas_kernels import KernelWeights, MXFP4Array, explain
 
 pytestmark = pytest.mark.gpu
 
@@ -57,24 +57,18 @@ def test_masked_tokens_and_zero_tokens() -> None:
     assert call(layer, x[:0]).shape == (0, 256)
 
 
-def spread(w: MXFP4Array) -> MXFP4Array:
-    """One block of expert 3 is 2^-40 times as large as it was."""
-    return MXFP4Array(w.codes, w.scales.at[3, 5, 1].add(-40))
-
-
 def test_exponents_that_the_kernel_cannot_hold(caplog: pytest.LogCaptureFixture) -> None:
-    arrays = random_arrays(CONFIG, "w4a8_fp8")
-    assert isinstance(arrays.w13, MXFP4Array)
-    arrays = dataclasses.replace(arrays, w13=spread(arrays.w13))
+    arrays = random_arrays(CONFIG, "w4a16")
+    w13 = arrays.w13
+    assert isinstance(w13, MXFP4Array)
+    # Gates and ups of 2^60 saturate SiTU; beside them, one block of expert 3 with the smallest scale there is.
+    arrays = dataclasses.replace(arrays, w13=MXFP4Array(w13.codes, (w13.scales + 60).at[3, 5, 1].set(0)))
     with pytest.raises(NotImplementedError, match="expert 3"):
-        MoE(CONFIG, recipe="w4a8_fp8", implementation="mosaic", arrays=arrays)
-    passed_over = MoE(CONFIG, recipe="w4a8_fp8", arrays=arrays)
+        MoE(CONFIG, recipe="w4a16", implementation="mosaic", arrays=arrays)
+    passed_over = MoE(CONFIG, recipe="w4a16", arrays=arrays)
     assert isinstance(passed_over.w13.get_value(), MXFP4Array)
     with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
-        rounded = MoE(CONFIG, recipe="w4a8_fp8", implementation="mosaic", allow_inexact=True, arrays=arrays)
+        rounded = MoE(CONFIG, recipe="w4a16", implementation="mosaic", allow_inexact=True, arrays=arrays)
     assert "the worst, expert 3" in caplog.text
     x = random_tokens((64, 256))
-    assert relative_l2(call(rounded, x), call(passed_over, x)) < 1e-3
-    exact = MoE(CONFIG, recipe="w4a16", implementation="mosaic", arrays=arrays).w13.get_value()
-    assert isinstance(exact, KernelWeights)
-    assert_same_bits(from_kernel_layout(exact).scales, arrays.w13.scales)
+    assert relative_l2(call(rounded, x), call(passed_over, x)) < limits("oracle", "w4a16").relative_l2

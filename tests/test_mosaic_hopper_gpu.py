@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked_annotations
 from format_truth import decode_mxfp4
 from gemm_truth import grouped_product
 from numerics import KERNEL_TOLERANCES, as_float64, assert_close, round_bf16
@@ -184,9 +185,10 @@ def test_all_896_experts_on_one_device() -> None:
 
 def test_temporaries_stay_small() -> None:
     words = jax.ShapeDtypeStruct((64, 64, 16 * 17, 32), jnp.uint32)
-    laid_out = KernelWeights(words, jax.ShapeDtypeStruct((64,), jnp.int32), "bf16", False)
     x, sizes = jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
-    analysis = kernel.lower(x, laid_out, sizes, activation=None).compile().memory_analysis()
+    with unchecked_annotations():  # these are shapes, not arrays
+        laid_out = KernelWeights(words, jax.ShapeDtypeStruct((64,), jnp.int32), "bf16", False)
+        analysis = kernel.lower(x, laid_out, sizes, activation=None).compile().memory_analysis()
     assert analysis.temp_size_in_bytes < 1 << 20
 
 

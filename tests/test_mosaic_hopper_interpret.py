@@ -33,7 +33,12 @@ def _clean_interpreter() -> Iterator[None]:
 
 
 def run(
-    sizes: list[int], tuning: Tuning, recipe: str = "w4a16", activation: Activation | None = None, blocks: int = 2
+    sizes: list[int],
+    tuning: Tuning,
+    recipe: str = "w4a16",
+    activation: Activation | None = None,
+    blocks: int = 2,
+    layout: str | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(the kernel's rows, the reference's rows) that belong to a group, on random operands with a NaN tail."""
     rng = np.random.default_rng(sum(sizes))
@@ -45,7 +50,7 @@ def run(
     group_sizes = jnp.array(sizes, jnp.int32)
     result = grouped_matmul(
         x,
-        to_kernel_layout(w, recipe=recipe, gated=activation is not None),
+        to_kernel_layout(w, recipe=layout or recipe, gated=activation is not None),
         group_sizes,
         activation=activation,
         tuning=tuning,
@@ -72,6 +77,13 @@ def test_the_kernel_equals_the_reference_without_a_race(
 ) -> None:
     result, expected = run([13, 0, 9, 1], tuning, recipe, activation)
     assert_close(result, expected, KERNEL_TOLERANCES[recipe])
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("activation", [None, Situ(4.0, 25.0)])
+def test_token_scaled_rows_multiply_exactly_in_the_bfloat16_layout(activation: Activation | None) -> None:
+    result, expected = run([13, 0, 9, 1], Tuning((8, 16), 2, 1, 2, 2), "w4a8_fp8", activation, layout="w4a16")
+    assert_close(result, expected, KERNEL_TOLERANCES["w4a16"])
     assert not get_races().races_found
 
 

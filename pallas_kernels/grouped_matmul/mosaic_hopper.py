@@ -29,7 +29,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tuning
 from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
-from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
 
@@ -67,8 +67,8 @@ def grouped_matmul(
     """`x[m] @ w[g].T` for every row m of group g, in float32, rounded to bfloat16; with an activation of it.
 
     Args:
-        x: `[M, K]`: for weights of `w4a16` bfloat16, of `w4a8` MXFP8 (dequantised, exactly, before the kernel), of
-            `w4a8_fp8` one e4m3 row a token scale.
+        x: `[M, K]`: for weights laid out for bfloat16 products bfloat16, MXFP8 (dequantised before the kernel) or e4m3
+            with a scale a token (cast before it), all exact; for e4m3 products e4m3 with a scale a token.
         w: `[G, N, K]` from `to_kernel_layout(..., gated=activation is not None)`.
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
@@ -85,7 +85,7 @@ def grouped_matmul(
     reason = why_not(x, w, activation, tuning)
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
-    values, scales = _rows(x)
+    values, scales = _rows(x, w.mma)
     shape = _geometry(values.shape[0], w, activation, tuning)
     padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
     if multiprocessors is None:
@@ -101,7 +101,7 @@ def why_not(
     tuning: Tuning | None = None,
 ) -> str | None:
     """Why `grouped_matmul` cannot take these arguments; None if it can."""
-    if (w.mma == "e4m3") != isinstance(x, TokenScaledArray):
+    if w.mma == "e4m3" and not isinstance(x, TokenScaledArray):
         kind = type(x).__name__ if isinstance(x, MXFP8Array | TokenScaledArray) else f"{x.dtype} rows"
         return f"weights laid out for {w.mma} products cannot take {kind}"
     if w.gated != (activation is not None):
@@ -116,10 +116,10 @@ def why_not(
     return used.reason_against(n, k, w.mma, w.gated, groups)
 
 
-def _rows(x: Array | MXFP8Array | TokenScaledArray) -> tuple[Array, Array | None]:
-    """The rows the tensor cores read, and float32 `[M]` scales of them or None."""
+def _rows(x: Array | MXFP8Array | TokenScaledArray, mma: Mma) -> tuple[Array, Array | None]:
+    """The rows the tensor cores read, and float32 `[M]` scales of them or None. e4m3 values are exact in bfloat16."""
     if isinstance(x, TokenScaledArray):
-        return x.values, x.scales[:, 0]
+        return (x.values if mma == "e4m3" else x.values.astype(jnp.bfloat16)), x.scales[:, 0]
     return (x.dequantize() if isinstance(x, MXFP8Array) else x), None
 
 
