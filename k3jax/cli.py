@@ -181,11 +181,14 @@ def bench(
             seed=seed,
         )
         cases = run.plan(request)
+
+        def keep(so_far: run.Run) -> None:
+            if json is not None:
+                outputs.write_json(json, run.as_json(so_far))
+
         with progress_bar(Console(stderr=True)) as progress:
-            result = run.run(request, cases, progress)
+            result = run.run(request, cases, progress, keep)
         console.print_bench(Console(highlight=False), result)
-        if json is not None:
-            outputs.write_json(json, run.as_json(result))
     if not result.ok:
         raise typer.Exit(1)
 

@@ -293,3 +293,12 @@ def test_options_reach_the_plan() -> None:
         (op, recipe) for op in ("w13", "w2") for recipe in ("w4a16", "w4a8", "w4a8_fp8")
     ]
     assert [case.rows for case in defaults[:4]] == [128, 2048, 16384, 65536]
+
+
+def test_results_are_kept_as_they_come() -> None:
+    """A run that is cut short must not lose what it has measured."""
+    request = run.Request(ops=("situ",), rows=(8, 16), hidden=64, width=64, repeats=1, timer="wall")
+    kept: list[int] = []
+    result = run.run(request, run.plan(request), keep=lambda so_far: kept.append(len(so_far.results)))
+    assert kept == [1, 2]
+    assert len(result.results) == 2

@@ -144,8 +144,13 @@ def choose(case: Case, implementation: str | None) -> str:
     return explain(_SELECTED[case.op], implementation=implementation, w=weights).chosen
 
 
-def run(request: Request, cases: tuple[Case, ...], progress: Progress = lambda done, total, what: None) -> Run:
-    """Times the cases one after the other.
+def run(
+    request: Request,
+    cases: tuple[Case, ...],
+    progress: Progress = lambda done, total, what: None,
+    keep: Callable[[Run], None] = lambda so_far: None,
+) -> Run:
+    """Times the cases one after the other. `keep` gets all results so far after each one: a long run may be cut short.
 
     Raises:
         NotImplementedError: the implementation cannot take these weights.
@@ -158,13 +163,15 @@ def run(request: Request, cases: tuple[Case, ...], progress: Progress = lambda d
     progress(0, len(cases), "the device's ceilings")
     ceilings = {name: measure_ceiling(name, stopwatch) for name in _ceilings(cases)}
     peers.time_tokamax(stopwatch)
-    results: list[Result] = []
+    device = jax.devices()[0].device_kind
+    so_far = Run(device, jax.__version__, stopwatch.timer, ceilings, (), tuple(peers.notes))
     for _, same in itertools.groupby(cases, lambda case: (case.op, case.recipe)):
         for result in _timed(tuple(same), request, stopwatch, ceilings):
-            results.append(dataclasses.replace(result, peers=peers.figures(result.case) if request.peers else {}))
-            progress(len(results), len(cases), f"{result.case.op} {result.case.recipe}")
-    device = jax.devices()[0].device_kind
-    return Run(device, jax.__version__, stopwatch.timer, ceilings, tuple(results), tuple(peers.notes))
+            result = dataclasses.replace(result, peers=peers.figures(result.case) if request.peers else {})
+            so_far = dataclasses.replace(so_far, results=(*so_far.results, result))
+            progress(len(so_far.results), len(cases), f"{result.case.op} {result.case.recipe}")
+            keep(so_far)
+    return dataclasses.replace(so_far, notes=tuple(peers.notes))
 
 
 def as_json(run: Run) -> list[dict[str, Any]]:
