@@ -17,7 +17,7 @@ from numerics import KERNEL_TOLERANCES, assert_close, assert_same_bits
 from pallas_kernels import Activation, MXFP4Array, Situ, SwiGLU, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul.config import Tuning
-from pallas_kernels.grouped_matmul.hopper_plain import PlainSteps
+from pallas_kernels.grouped_matmul.hopper.plain import PlainSteps
 from pallas_kernels.grouped_matmul.kernel_layout import to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 

@@ -12,7 +12,7 @@ rows: only the `wgmma` itself branches on the width. Activation and rounding hap
                                                       after the first, release the slot of the step before
                                               scale, activate, round, store the rows that exist
 
-The same kernel runs in Mosaic's interpreter, where `hopper_plain` replaces the PTX of `hopper_native`.
+The same kernel runs in Mosaic's interpreter, where `hopper.plain` replaces the PTX of `hopper.native`.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tuning
-from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
@@ -131,11 +131,11 @@ def _geometry(rows: int, w: KernelWeights, activation: Activation | None, tuning
 
 def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Array]:
     if interpret is None:
-        from pallas_kernels.grouped_matmul.hopper_native import NativeSteps, scratch
+        from pallas_kernels.grouped_matmul.hopper.native import NativeSteps, scratch
 
         make: Any = NativeSteps
     else:
-        from pallas_kernels.grouped_matmul.hopper_plain import PlainSteps, scratch
+        from pallas_kernels.grouped_matmul.hopper.plain import PlainSteps, scratch
 
         make = PlainSteps
 

@@ -13,11 +13,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.grouped_matmul import hopper_decode, hopper_epilogue, hopper_tables
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
-from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
-from pallas_kernels.grouped_matmul.hopper_decode import SCALAR, UNIT_BYTES
-from pallas_kernels.grouped_matmul.hopper_ptx import (
+from pallas_kernels.grouped_matmul.hopper import hopper_epilogue, hopper_tables
+from pallas_kernels.grouped_matmul.hopper.decode import SCALAR, UNIT_BYTES
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
     add,
     arith,

@@ -7,8 +7,8 @@ Table 0 holds for each group the number of the tile after its last, table 1 the 
 from jaxlib.mlir import ir
 
 from pallas_kernels.grouped_matmul.config import table_words
-from pallas_kernels.grouped_matmul.geometry import Geometry
-from pallas_kernels.grouped_matmul.hopper_ptx import (
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry
+from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
     add,
     arith,

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.grouped_matmul.hopper_ptx import (
+from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
     add,
     both,

@@ -8,8 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.grouped_matmul.config import EPILOGUE_TOKENS, epilogue_bytes
-from pallas_kernels.grouped_matmul.hopper_decode import SCALAR
-from pallas_kernels.grouped_matmul.hopper_ptx import (
+from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
+from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
     add,
     arith,

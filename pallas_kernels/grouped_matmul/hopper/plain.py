@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import e8m0
 from pallas_kernels.grouped_matmul import kernel_layout, schedule
-from pallas_kernels.grouped_matmul.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.kernel_layout import WORD_ROWS
 from pallas_kernels.rounding import to_bfloat16
 
