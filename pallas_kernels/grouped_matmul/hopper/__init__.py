@@ -1,1 +1,1 @@
-"""The steps of the Hopper kernel in `mosaic_hopper`: PTX for the GPU (`native`), plain operations elsewhere (`plain`)."""
+"""The steps of the kernel in `mosaic_hopper`: PTX for the GPU (`native`), plain operations elsewhere (`plain`)."""

@@ -14,7 +14,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
-from pallas_kernels.grouped_matmul.hopper import hopper_epilogue, hopper_tables
 from pallas_kernels.grouped_matmul.hopper.decode import SCALAR, UNIT_BYTES
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.hopper.ptx import (
@@ -86,7 +85,7 @@ class NativeSteps:
             del ctx
             index = ptx("mov.u32 $0, %tid.x;", out=i32())
             with utils.when(less(index, 32)):
-                hopper_tables.build(shape, global_address(sizes), shared_address(table))
+                tables.build(shape, global_address(sizes), shared_address(table))
             with utils.when(equal(index, 0)):
                 for stage in range(shape.tuning.stages):
                     full, empty = _barrier_pair(barriers, constant(stage), shape)
@@ -98,7 +97,7 @@ class NativeSteps:
         emit(self.barriers, self.sizes_gmem, self.table)
 
     def constants(self) -> tuple[Any, ...]:
-        return hopper_decode.opaque_factors() if self.shape.mma == "bf16" else ()
+        return decode.opaque_factors() if self.shape.mma == "bf16" else ()
 
     def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
         """(group, its first tile, first row and size) for a tile, searching from `group` on; group G: no such tile."""
@@ -169,14 +168,14 @@ class NativeSteps:
         first = ring.slot * tuning.row_units + warpgroup * tuning.units + unit
         k_unit = subtile * shape.line // 64
         offset = first * (tuning.k_units * UNIT_BYTES) + k_unit * UNIT_BYTES
-        return hopper_decode.decode(self.w_smem, offset, constants, shape.mma)
+        return decode.decode(self.w_smem, offset, constants, shape.mma)
 
     def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
         shape = self.shape
-        spec = hopper_epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns)
+        spec = epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns)
         column = shape.out_column(tile, warpgroup)
         where = (warpgroup, tile.row, tile.row + tile.rows, column, self.exponents_gmem[tile.group])
-        hopper_epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, self.scales_gmem)
+        epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, self.scales_gmem)
 
     def _entry(self, index: Any) -> Any:
         """A table's entry; known to be the warp's, so that what depends on it stays in uniform registers."""
@@ -197,7 +196,7 @@ class NativeSteps:
         )
         def emit(ctx: Any, table: Value, tile: Any, group: Any) -> Any:
             del ctx
-            found = hopper_tables.find(shared_address(table), scalar(tile), scalar(group))
+            found = tables.find(shared_address(table), scalar(tile), scalar(group))
             return mgpu.FragmentedArray.splat(uniform(found), (), is_signed=True)
 
         return emit(self.table, tile, group)
