@@ -14,6 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
+from pallas_kernels.grouped_matmul.hopper import decode, epilogue, tables
 from pallas_kernels.grouped_matmul.hopper.decode import SCALAR, UNIT_BYTES
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.hopper.ptx import (
