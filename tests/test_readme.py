@@ -33,14 +33,14 @@ def test_links_and_folders_exist() -> None:
 def test_the_support_matrix_names_the_implementations_that_exist() -> None:
     matrix = README.split("## What runs where")[1].split("##")[0]
     rows = re.findall(r"^\|([^|]*)\|([^|]*)\|(.*)\|$", matrix, flags=re.MULTILINE)
-    claimed = {name for _, names, cells in rows if " run " in cells for name in re.findall(r"`(\w+)`", names)}
-    refused = {
-        name for _, names, cells in rows if set(cells.split("|")) == {" no "} for name in re.findall(r"`(\w+)`", names)
-    }
-    explanation = explain("grouped_matmul")
-    available = {explanation.chosen} | {name for name, why in explanation.others.items() if why.startswith("can run")}
-    assert claimed == available
-    assert refused == set(IMPLEMENTATIONS) - available
+    named = {device.strip(): re.findall(r"`(\w+)`", names) for device, names, _ in rows if "`" in names}
+    nowhere = {names.strip(" `") for _, names, cells in rows if set(cells.split("|")) == {" no "}}
+    assert {name for names in named.values() for name in names} | {"mosaic"} == set(IMPLEMENTATIONS)
+    explanation = explain("grouped_matmul", implementation="reference")
+    unfit = {name for name, why in explanation.others.items() if why == "grouped_matmul has no such kernel"}
+    assert nowhere == unfit
+    able = {"reference"} | {name for name, why in explanation.others.items() if why.startswith("can run")}
+    assert set(named["CPU"]) <= able
 
 
 def test_it_is_short() -> None:
