@@ -166,7 +166,7 @@ class MoE(nnx.Module):
 
     def activation_probe(self, gate: BFloat16[Array, " p"], up: BFloat16[Array, " p"]) -> BFloat16[Array, " p"]:
         """This layer's fused activation on given gate and up, `[P], [P] -> [P]`: an identity matrix as the expert."""
-        block = 32
+        block = 64  # an identity of 128 x 128, which every implementation can take
         padding = (0, -gate.size % block)
         gate_up = jnp.concatenate([jnp.pad(v, padding).reshape(-1, block) for v in (gate, up)], axis=1)
         y = grouped_matmul(
