@@ -1,0 +1,46 @@
+"""Compiles for GPUs that are not there: the CUDA plugin without a driver, and the assembler of the `aot` group."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+jax.config.update("jax_platforms", "cpu")
+
+# One Hopper GPU, as XLA's deviceless compilation wants it described.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 device_address_bits: 64 ecc_enabled: true
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.9 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation" name: "NVIDIA H200"
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description_str: "NVIDIA H200"
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def assembler() -> None:
+    """The `ptxas` of the `aot` group before the system's, which may be too old for the PTX that XLA writes."""
+    for name in ("nvidia", "nvidia.cu13"):
+        spec = importlib.util.find_spec(name)
+        for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+            for binary in Path(folder).glob("**/bin/ptxas"):
+                os.environ["PATH"] = f"{binary.parent}{os.pathsep}{os.environ['PATH']}"
+                return
+    pytest.fail("no ptxas: run `uv run --group aot pytest tests/aot`")
+
+
+@pytest.fixture(scope="session")
+def hopper() -> jax.sharding.Mesh:
+    """A mesh of one H200 that exists on paper."""
+    devices = topologies.get_topology_desc("", "cuda", topology="1x1x1", target_config=H200).devices
+    return jax.sharding.Mesh(devices[:1], ("device",))

@@ -1,0 +1,97 @@
+"""The Hopper kernel compiled for sm_90a without a GPU: the instructions it must have, what it may use, and no spill."""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from annotations import unchecked_annotations
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
+from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, choose_tuning
+from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
+from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
+
+KIMI = Situ(4.0, 25.0)
+GROUPS = 112
+SHAPES = {"w13": (6144, 3584), "w2": (3584, 3072)}
+PRODUCT = {"bf16": "k16.f32.bf16.bf16", "e4m3": "k32.f32.e4m3.e4m3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One compilation: weights laid out for `mma` products, rows as a recipe keeps them."""
+
+    shape: str
+    mma: Mma
+    rows: int
+    activation: Activation | None = None
+    token_scales: bool = False
+
+
+CASES = [
+    Case("w13", "bf16", 128, KIMI),
+    Case("w13", "bf16", 16384, KIMI),
+    Case("w13", "bf16", 2048, KIMI, token_scales=True),
+    Case("w13", "bf16", 128, SwiGLU()),
+    Case("w2", "bf16", 128),
+    Case("w2", "bf16", 16384, token_scales=True),
+    Case("w13", "e4m3", 2048, KIMI, token_scales=True),
+    Case("w2", "e4m3", 16384, token_scales=True),
+]
+
+
+def compiled(case: Case, mesh: jax.sharding.Mesh) -> Any:
+    n, k = SHAPES[case.shape]
+    sharding = NamedSharding(mesh, PartitionSpec())
+
+    def aval(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    def call(values: jax.Array, scales: jax.Array, words: jax.Array, exponents: jax.Array, sizes: jax.Array) -> Any:
+        x = TokenScaledArray(values, scales) if case.token_scales else values
+        w = KernelWeights(words, exponents, case.mma, case.activation is not None)
+        return grouped_matmul(x, w, sizes, activation=case.activation, multiprocessors=132)
+
+    arguments = (
+        aval((case.rows, k), jnp.float8_e4m3fn if case.token_scales else jnp.bfloat16),
+        aval((case.rows, 1), jnp.float32),
+        aval((GROUPS, n // UNIT_ROWS, k // UNIT_COLUMNS * WORD_ROWS, 32), jnp.uint32),
+        aval((GROUPS,), jnp.int32),
+        aval((GROUPS,), jnp.int32),
+    )
+    with jax.set_mesh(mesh), unchecked_annotations():
+        return jax.jit(call).trace(*arguments).lower(lowering_platforms=("cuda",)).compile()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_program_is_the_one_we_think_it_is(
+    case: Case, hopper: jax.sharding.Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    program = compiled(case, hopper)
+    (ptx,) = (file.read_text() for file in tmp_path.glob("*.ptx"))
+    (report,) = (file.read_text() for file in tmp_path.glob("*.ptxas"))
+    (resources,) = (file.read_text() for file in tmp_path.glob("*.resources.txt"))
+
+    assert ".target sm_90a" in ptx
+    n, k = SHAPES[case.shape]
+    tuning = choose_tuning(case.rows, GROUPS, n, k, case.mma, case.activation is not None)
+    products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(\S+)", ptx))
+    assert products == {(str(width), PRODUCT[case.mma]) for width in tuning.widths}
+    assert "cp.async.bulk" in ptx
+    # The activation is chosen at compile time: its instructions are there exactly when it was asked for.
+    assert ("tanh" in ptx) == isinstance(case.activation, Situ)
+    assert ("ex2.approx" in ptx or "tanh" in ptx) == (case.activation is not None)
+
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    found = re.search(r"smem_scratch_bytes=(\d+)", resources)
+    assert found is not None
+    assert int(found[1]) <= SHARED_MEMORY
+    # Rows in another format are cast before the kernel; nothing else is kept.
+    cast = case.rows * k * 2 if case.token_scales and case.mma == "bf16" else 0
+    assert program.memory_analysis().temp_size_in_bytes <= cast + (1 << 20)
