@@ -1,11 +1,15 @@
 """Kimi K3's MLP and mixture-of-experts layers in JAX, straight from the released checkpoint."""
 
-from k3jax.checkpoint.synthetic import default_checkpoint
-from k3jax.config import K3Config
-from k3jax.loading import LoadOptions, load_layer
-from k3jax.mlp import GatedMLP
-from k3jax.moe import MoE, MoEArrays
-from k3jax.routing import ExpertLoad, Routing, expert_load
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k3jax.checkpoint.synthetic import default_checkpoint
+    from k3jax.config import K3Config
+    from k3jax.loading import LoadOptions, load_layer
+    from k3jax.mlp import GatedMLP
+    from k3jax.moe import MoE, MoEArrays
+    from k3jax.routing import ExpertLoad, Routing, expert_load
 
 __all__ = [
     "ExpertLoad",
@@ -19,3 +23,27 @@ __all__ = [
     "expert_load",
     "load_layer",
 ]
+
+# Imported at first use: `k3jax --help` need not wait three seconds for JAX and Flax.
+_HOMES = {
+    "ExpertLoad": "k3jax.routing",
+    "GatedMLP": "k3jax.mlp",
+    "K3Config": "k3jax.config",
+    "LoadOptions": "k3jax.loading",
+    "MoE": "k3jax.moe",
+    "MoEArrays": "k3jax.moe",
+    "Routing": "k3jax.routing",
+    "default_checkpoint": "k3jax.checkpoint.synthetic",
+    "expert_load": "k3jax.routing",
+    "load_layer": "k3jax.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'k3jax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -49,6 +49,23 @@ def test_the_library_shares_nothing_with_its_oracle() -> None:
 
 def test_nothing_of_a_gpu_toolchain_is_imported() -> None:
     """Triton and PyTorch are 1 GB and more, and not among the dependencies."""
-    program = "import sys, k3jax, sharding, pallas_kernels, k3jax.cli; print(*sys.modules)"
+    ours = "k3jax.loading, k3jax.compare.run, k3jax.inspection, k3jax.bench.run, sharding, pallas_kernels"
+    program = f"import sys, {ours}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert not {"triton", "jax_triton", "torch"} & set(run.stdout.split())
+
+
+def test_help_does_not_wait_for_jax() -> None:
+    program = "import sys, k3jax.cli; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not {"jax", "flax", "numpy"} & set(run.stdout.split())
+
+
+def test_every_public_name_can_be_imported() -> None:
+    import k3jax
+
+    assert dir(k3jax) == k3jax.__all__ == sorted(k3jax.__all__)
+    for name in k3jax.__all__:
+        assert getattr(k3jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'load_layre'"):
+        _ = k3jax.load_layre
