@@ -35,7 +35,7 @@ def small_config(**changes: Any) -> K3Config:
 def random_arrays(config: K3Config, recipe: str, seed: int = 0) -> MoEArrays:
     """Random weights, with distinct correction biases."""
     arrays = MoEArrays.random(config, packed=RECIPES[recipe].packed, rngs=nnx.Rngs(seed))
-    bias = 0.05 * jax.random.normal(jax.random.key(seed + 1), (config.num_experts,))
+    bias = 0.05 * jax.random.normal(jax.random.key(seed + 1), arrays.router_bias.shape)
     return dataclasses.replace(arrays, router_bias=bias)
 
 

@@ -90,7 +90,8 @@ def test_calls_are_what_runs_between_two_flushes() -> None:
 
 
 def test_the_flush_is_found_by_its_name() -> None:
-    program = timing._flush_l2().lower(jnp.float32(1)).compile().as_text()
+    flush: Any = timing._flush_l2()
+    program = flush.lower(jnp.float32(1)).compile().as_text()
     assert program.startswith(f"HloModule {timing._FLUSH_MODULE},")
 
 
@@ -113,7 +114,7 @@ def test_a_profile_is_read(tmp_path: Path) -> None:
 
 
 def test_the_clock_has_a_median_and_a_limit() -> None:
-    called = []
+    called: list[None] = []
     timed = Stopwatch(5, "wall").measure(lambda: called.append(None))
     assert timed is not None
     assert len(called) == 2 + 5, "one compiles, one decides how to time the rest"
@@ -163,7 +164,17 @@ def test_every_op_and_recipe(tmp_path: Path) -> None:
 
 
 def test_another_implementation_is_compared_with_xla(tmp_path: Path) -> None:
-    arguments = ("--op", "w2", "--rows", 8, "--distribution", "zipf,hot", "--recipe", "w4a16", *SMALL)
+    arguments: tuple[object, ...] = (
+        "--op",
+        "w2",
+        "--rows",
+        8,
+        "--distribution",
+        "zipf,hot",
+        "--recipe",
+        "w4a16",
+        *SMALL,
+    )
     arguments += ("--implementation", "reference", "--json", tmp_path / "bench.json")
     assert bench(*arguments).exit_code == 0
     rows = json.loads((tmp_path / "bench.json").read_text())

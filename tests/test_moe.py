@@ -16,7 +16,7 @@ from k3jax import GatedMLP, MoE, Routing
 from k3jax.compare.tolerances import limits
 from k3jax.experts import RECIPES, FrozenExperts
 from k3jax.reference import oracle_trace
-from pallas_kernels import MXFP4Array, Situ, SwiGLU
+from pallas_kernels import KernelWeights, MXFP4Array, Situ, SwiGLU
 
 STAGES = ["router_logits", "expert_ids", "expert_weights", "latent", "expert_sum", "normed_latent", "shared", "output"]
 CONFIGS = {
@@ -75,7 +75,7 @@ def test_any_leading_shape_and_dtype(shape: tuple[int, ...], dtype: type) -> Non
 
 
 def test_a_second_call_does_not_recompile() -> None:
-    apply = jax.jit(lambda layer, x: layer(x))
+    apply: Any = jax.jit(lambda layer, x: layer(x))
     apply(random_layer(SMALL, "w4a16"), random_tokens((6, 128)))
     apply(random_layer(SMALL, "w4a16", seed=5), random_tokens((6, 128), seed=9))
     assert apply._cache_size() == 1
@@ -186,6 +186,8 @@ def test_masked_ids_contribute_nothing_and_repeated_ones_count_twice() -> None:
 @pytest.mark.parametrize("recipe", ["bf16", "w4a8"])
 def test_permuting_the_experts_changes_nothing(recipe: str) -> None:
     arrays = random_arrays(SMALL, recipe)
+    assert not isinstance(arrays.w13, KernelWeights)
+    assert not isinstance(arrays.w2, KernelWeights)
     order = np.random.default_rng(2).permutation(16)
     permuted = dataclasses.replace(
         arrays,
@@ -266,7 +268,8 @@ def test_a_dense_layer_against_a_float64_formula() -> None:
     ],
 )
 def test_a_wrong_construction_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
-    arguments = {"config": SMALL, "recipe": "w4a16", "arrays": random_arrays(SMALL, "w4a16")} | changes
+    given: dict[str, Any] = {"config": SMALL, "recipe": "w4a16", "arrays": random_arrays(SMALL, "w4a16")}
+    arguments = given | changes
     with pytest.raises(ValueError, match=message):
         MoE(arguments.pop("config"), **arguments)
 

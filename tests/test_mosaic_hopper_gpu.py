@@ -4,6 +4,7 @@ kernels. Run with `pytest -m gpu` where JAX sees one."""
 import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,13 @@ def rows_as_float64(x: jax.Array | MXFP8Array | TokenScaledArray, rows: slice) -
 
 
 def check_groups(
-    y: jax.Array, x: jax.Array, w: MXFP4Array, sizes: np.ndarray, activation: Activation | None, recipe: str, some: list
+    y: jax.Array,
+    x: jax.Array | MXFP8Array | TokenScaledArray,
+    w: MXFP4Array,
+    sizes: np.ndarray,
+    activation: Activation | None,
+    recipe: str,
+    some: list[int],
 ) -> None:
     """Compares the rows of some groups with float64."""
     ends = np.cumsum(sizes)
@@ -184,11 +191,13 @@ def test_all_896_experts_on_one_device() -> None:
 
 
 def test_temporaries_stay_small() -> None:
-    words = jax.ShapeDtypeStruct((64, 64, 16 * 17, 32), jnp.uint32)
+    words: Any = jax.ShapeDtypeStruct((64, 64, 16 * 17, 32), jnp.uint32)
+    exponents: Any = jax.ShapeDtypeStruct((64,), jnp.int32)
     x, sizes = jax.ShapeDtypeStruct((32768, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
     with unchecked_annotations():  # these are shapes, not arrays
-        laid_out = KernelWeights(words, jax.ShapeDtypeStruct((64,), jnp.int32), "bf16", False)
+        laid_out = KernelWeights(words, exponents, "bf16", False)
         analysis = kernel.lower(x, laid_out, sizes, activation=None).compile().memory_analysis()
+    assert analysis is not None
     assert analysis.temp_size_in_bytes < 1 << 20
 
 
@@ -197,6 +206,7 @@ def test_sliced_and_donated_inputs() -> None:
     w = random_weights(jax.random.key(5), 3, 256, 256)
     laid_out = to_kernel_layout(w, recipe="w4a16", gated=False)
     big = random_rows(200, 512, 200, "w4a16")
+    assert isinstance(big, jax.Array)
     x = big[11:75, ::2]
     y = jax.jit(grouped_matmul, static_argnames="activation", donate_argnums=0)(
         x + 0, laid_out, jnp.asarray(sizes, jnp.int32), activation=None

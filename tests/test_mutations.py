@@ -13,6 +13,7 @@ from k3jax.checkpoint import Checkpoint, LayerTensors
 from k3jax.checkpoint.synthetic import write_checkpoint
 from k3jax.compare.layer import LayerComparison, compare_layer
 from k3jax.compare.run import unit_normal
+from k3jax.compare.tolerances import Against
 from k3jax.loading import load_layer
 from k3jax.moe import MoE
 
@@ -33,9 +34,8 @@ class Sample:
         assert isinstance(layer, MoE)
         return layer
 
-    def compare(self, layer: MoE, recipe: str = "w4a16", against: str = "oracle") -> LayerComparison:
+    def compare(self, layer: MoE, recipe: str = "w4a16", against: Against = "oracle") -> LayerComparison:
         config = self.checkpoint.config
-        assert against in ("oracle", "exact")
         return compare_layer(layer, config, self.tensors, self.x, index=1, recipe=recipe, against=against)
 
 

@@ -8,6 +8,7 @@ from annotations import unchecked_annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import random_tokens, small_config
+from numpy.typing import ArrayLike
 
 from k3jax import Routing, expert_load
 from k3jax.config import K3Config
@@ -24,7 +25,7 @@ CONFIGS = {
 }
 
 
-def as_sets(ids: np.ndarray) -> list[set[int]]:
+def as_sets(ids: ArrayLike) -> list[set[int]]:
     return [set(row) for row in np.asarray(ids).tolist()]
 
 
@@ -85,11 +86,11 @@ def test_picks_at_the_release_size() -> None:
     routing = jax.jit(lambda x: pick_experts(router.logits(x), bias, config))(x)
     logits = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     expected = as_sets(numpy_picks(logits, np.asarray(bias, np.float64), config))
-    agreeing = sum(len(ours & theirs) for ours, theirs in zip(as_sets(routing.ids), expected, strict=True))
+    agreeing = sum(len(a & b) for a, b in zip(as_sets(routing.ids), expected, strict=True))
     assert agreeing / (4096 * 16) >= 0.9999
     # The same check sees logits rounded to bfloat16, as some engines have them.
     rounded = pick_experts(router.logits(x).astype(jnp.bfloat16).astype(jnp.float32), bias, config)
-    agreeing = sum(len(ours & theirs) for ours, theirs in zip(as_sets(rounded.ids), expected, strict=True))
+    agreeing = sum(len(a & b) for a, b in zip(as_sets(rounded.ids), expected, strict=True))
     assert agreeing / (4096 * 16) < 0.9999
 
 
