@@ -67,11 +67,11 @@ def _require_tunings(w: MXFP4Array, recipe: str, gated: bool) -> None:
 
 
 def _narrowed(w: MXFP4Array, recipe: str) -> MXFP4Array:
-    narrowed, lost = narrow(w, span=SPANS[RECIPES[recipe]])
-    experts = np.flatnonzero(np.asarray(lost))
+    narrowed, changed, lost = narrow(w, span=SPANS[RECIPES[recipe]])
+    experts = np.flatnonzero(np.asarray(changed))
     if not experts.size:
-        return w
-    worst = int(np.argmax(lost))
+        return narrowed
+    worst = int(experts[np.argmax(np.asarray(lost)[experts])])
     _log.warning(
         "%d of %d experts have more exponents than mosaic holds and were rounded; the worst, expert %d, by a relative "
         "L2 error of %.1e",
