@@ -6,12 +6,12 @@ of the model (attention, vision, tokenizer) are not looked at.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from k3jax.strict_json import read_json_object, shown
 from pallas_kernels import Activation, Situ, SwiGLU
 
 _ALIASES = {
@@ -23,6 +23,7 @@ _ALIASES = {
 }
 # Switches that must be off or absent: with them the checkpoint holds a layer that this library does not compute.
 _UNSUPPORTED_SWITCHES = ("mlp_bias", "moe_bias", "moe_gated_shared_experts")
+_MAX_BYTES = 16_000_000  # Published configs have a few thousand.
 _MISSING: object = object()
 
 
@@ -68,10 +69,11 @@ class K3Config:
             _require_number(name, getattr(self, name))
         for name in ("latent_moe_use_norm", "renormalize", "quantized"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"config: {name}={getattr(self, name)!r} must be true or false")
+                raise ValueError(f"config: {name}={shown(getattr(self, name))} must be true or false")
         if self.router_activation not in ("sigmoid", "softmax"):
             raise NotImplementedError(
-                f"config: moe_router_activation_func={self.router_activation!r}; sigmoid and softmax are implemented"
+                f"config: moe_router_activation_func={shown(self.router_activation)} is not implemented; sigmoid and "
+                "softmax are"
             )
         if self.num_experts is not None:
             self._check_experts(self.num_experts)
@@ -146,12 +148,7 @@ class K3Config:
             file = file / "config.json"
         if not file.is_file():
             raise FileNotFoundError(f"{file} does not exist; a checkpoint folder must hold the model's config.json")
-        try:
-            values = json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ValueError(f"{file} must hold a JSON object, not {type(values).__name__}")
+        values = read_json_object(file, _MAX_BYTES)
         try:
             return cls.from_dict(values)
         except (ValueError, NotImplementedError) as error:
@@ -162,7 +159,7 @@ class K3Config:
         """The same from an already parsed `config.json`."""
         text = values.get("text_config", values)
         if not isinstance(text, Mapping):
-            raise ValueError(f"config: text_config must be an object, not {text!r}")
+            raise ValueError(f"config: text_config must be an object, not {shown(text)}")
         fields = _Fields(text)
         _refuse_unsupported(text)
         quantization = text.get("quantization_config", values.get("quantization_config"))
@@ -200,7 +197,7 @@ class _Fields:
         given = [(key, self._text[key]) for key in (name, alias) if key is not None and key in self._text]
         if len(given) == 2 and given[0][1] != given[1][1]:
             raise ValueError(
-                f"config: {given[0][0]}={given[0][1]!r} and its alias {given[1][0]}={given[1][1]!r} disagree"
+                f"config: {given[0][0]}={shown(given[0][1])} and its alias {given[1][0]}={shown(given[1][1])} disagree"
             )
         if given:
             return given[0][1]
@@ -217,7 +214,7 @@ def _activation(text: Mapping[str, Any]) -> Activation:
     if name == "silu":
         return SwiGLU()
     if name != "situ":
-        raise NotImplementedError(f"config: hidden_act={name!r} is not implemented; situ and silu are")
+        raise NotImplementedError(f"config: hidden_act={shown(name)} is not implemented; situ and silu are")
     for key in ("activation_situ_beta", "activation_situ_linear_beta"):
         if key not in text:
             raise ValueError(f'config: {key} is missing although hidden_act is "situ"; Kimi K3 has betas 4.0 and 25.0')
@@ -230,10 +227,10 @@ def _activation(text: Mapping[str, Any]) -> Activation:
 def _refuse_unsupported(text: Mapping[str, Any]) -> None:
     method = text.get("topk_method", "noaux_tc")
     if method != "noaux_tc":
-        raise NotImplementedError(f"config: topk_method={method!r} is not implemented; noaux_tc is")
+        raise NotImplementedError(f"config: topk_method={shown(method)} is not implemented; noaux_tc is")
     for switch in _UNSUPPORTED_SWITCHES:
         if text.get(switch):
-            raise NotImplementedError(f"config: {switch}={text[switch]!r} is not implemented; only false is")
+            raise NotImplementedError(f"config: {switch}={shown(text[switch])} is not implemented; only false is")
 
 
 def _is_mxfp4(quantization: object) -> bool:
@@ -241,12 +238,12 @@ def _is_mxfp4(quantization: object) -> bool:
     if quantization is None:
         return False
     if not isinstance(quantization, Mapping):
-        raise ValueError(f"config: quantization_config must be an object or null, not {quantization!r}")
+        raise ValueError(f"config: quantization_config must be an object or null, not {shown(quantization)}")
     _require_quantization("quant_method", quantization.get("quant_method"), "compressed-tensors")
     _require_quantization("format", quantization.get("format"), "mxfp4-pack-quantized")
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, Mapping):
-        raise ValueError(f"config: quantization_config.config_groups must be an object, not {groups!r}")
+        raise ValueError(f"config: quantization_config.config_groups must be an object, not {shown(groups)}")
     for group_name, group in groups.items():
         where = f"config_groups.{group_name}"
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
@@ -259,14 +256,16 @@ def _is_mxfp4(quantization: object) -> bool:
 
 def _require_quantization(field: str, value: object, expected: object) -> None:
     if value != expected:
-        raise NotImplementedError(f"config: quantization_config.{field}={value!r} is not implemented; {expected!r} is")
+        raise NotImplementedError(
+            f"config: quantization_config.{field}={shown(value)} is not implemented; {expected!r} is"
+        )
 
 
 def _require_int(name: str, value: object, *, minimum: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"config: {name}={value!r} must be an integer of at least {minimum}")
+        raise ValueError(f"config: {name}={shown(value)} must be an integer of at least {minimum}")
 
 
 def _require_number(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-        raise ValueError(f"config: {name}={value!r} must be a positive finite number")
+        raise ValueError(f"config: {name}={shown(value)} must be a positive finite number")

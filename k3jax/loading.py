@@ -1,6 +1,6 @@
 """From a checkpoint folder to a layer: `load_layer`.
 
-Routed experts are copied once, expert by expert, from the memory-mapped file into one stack each for w13 and w2;
+Routed experts are copied once, expert by expert, from the file into one stack each for w13 and w2;
 packed ones stay packed unless the recipe is "bf16". Whatever has to be converted is converted one matrix at a time, so
 the peak is the layer's own size and a little.
 """
@@ -92,18 +92,17 @@ def _require_storage(tensors: LayerTensors, recipe: str, options: LoadOptions, p
     plain = next((suffix for suffix in tensors if suffix.startswith(EXPERTS) and suffix.endswith(".weight")), None)
     if plain is not None and RECIPES[recipe].packed and not options.quantize_plain:
         raise ValueError(
-            f"{path}: {plain} is stored plain, in {tensors[plain].dtype}, and {recipe=} needs experts in MXFP4; "
+            f"{path}: {plain} is stored plain, in {tensors.dtype(plain)}, and {recipe=} needs experts in MXFP4; "
             'load with recipe="bf16", or pass LoadOptions(quantize_plain=True) to quantise them now'
         )
 
 
 def _log_rounding(tensors: LayerTensors, layer: int, path: Path) -> None:
-    rounded = [
-        tensor.dtype for suffix, tensor in tensors.items() if suffix.endswith(".weight") and tensor.dtype != _BF16
-    ]
+    dtypes = [tensors.dtype(suffix) for suffix in tensors if suffix.endswith(".weight")]
+    rounded = [dtype for dtype in dtypes if dtype != _BF16]
     if rounded:
-        dtypes = " and ".join(sorted({str(dtype) for dtype in rounded}))
-        _log.warning("%s: layer %d: %d tensors stored as %s are rounded to bfloat16", path, layer, len(rounded), dtypes)
+        names = " and ".join(sorted({str(dtype) for dtype in rounded}))
+        _log.warning("%s: layer %d: %d tensors stored as %s are rounded to bfloat16", path, layer, len(rounded), names)
 
 
 def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArrays:

@@ -10,10 +10,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where JAX sees no GPU."""
-    if jax.default_backend() == "gpu":
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where JAX sees no GPU, and those marked `slow` unless `-m slow` asks for them."""
+    absent = {} if jax.default_backend() == "gpu" else {"gpu": "needs a CUDA GPU"}
+    if "slow" not in config.getoption("markexpr"):
+        absent["slow"] = "takes minutes; -m slow runs it"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for marker, reason in absent.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -202,9 +202,11 @@ def test_another_quantisation_is_refused(released: dict[str, Any], path: tuple[s
     ("content", "message"),
     [
         (b"{", "not valid JSON"),
-        (b"[1]", "must hold a JSON object"),
+        (b"[1]", "must be a JSON object"),
         (b'{"text_config": 3}', "text_config must be an object"),
-        (b"[" * 100_000, "not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": 1, "a": 2}', "'a' appears twice"),
+        (b" " * 17_000_000, "more than 16000000 bytes"),
         (b'{"hidden_act": "situ"}', "config.json: config:"),
     ],
 )

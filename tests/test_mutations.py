@@ -104,7 +104,7 @@ def test_fault_24_a_bias_kept_in_bfloat16_moves_picks(sample: Sample) -> None:
     """Biases about 1 that differ by 1e-4 choose among tokens whose scores are equal; bfloat16 makes them all alike."""
     close = (1 + 1e-4 * np.random.default_rng(3).permutation(16)).astype(np.float32)
     x = np.zeros_like(sample.x)
-    tensors = sample.tensors | {BIAS: close}
+    tensors = dict(sample.tensors) | {BIAS: close}
     config = sample.checkpoint.config
     layer = sample.load()
     layer.router.bias.set_value(jax.numpy.asarray(close))

@@ -1,6 +1,6 @@
 """A Hugging Face checkpoint folder, opened without trusting it.
 
-`Checkpoint.open(path)` reads `config.json` and the index; `read_layer(layer)` then maps one layer's tensors after
+`Checkpoint.open(path)` reads `config.json` and the index; `read_layer(layer)` then locates one layer's tensors after
 holding them to the table of `tensor_table.py`: every expected tensor is there once, with the right dtype and shape, and
 nothing else is. Only the shards of the layer asked for are opened, so a partly downloaded checkpoint serves the layers
 it has.
@@ -10,18 +10,24 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
-import numpy as np
-
-from k3jax.checkpoint.safetensors_file import SafetensorsFile, parse_json_object, shown
-from k3jax.checkpoint.tensor_table import EXPERTS, LayerTable, TensorSpec, layer_table, out_of_scope_class, split_name
+from k3jax.checkpoint.layer_tensors import LayerTensors, Place
+from k3jax.checkpoint.safetensors_file import SafetensorsFile
+from k3jax.checkpoint.tensor_table import (
+    EXPERTS,
+    LayerTable,
+    TensorSpec,
+    layer_table,
+    out_of_scope_class,
+    require_countable,
+    split_name,
+)
 from k3jax.config import K3Config
+from k3jax.strict_json import read_json_object, shown
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_INDEX_BYTES = 512_000_000  # The release's index, with 497,220 names, takes about 60 MB.
-
-type LayerTensors = dict[str, np.ndarray]
+MAX_INDEX_BYTES = 200_000_000  # The release's index, with 497,220 names, takes about 60 MB.
 
 
 @dataclass
@@ -53,6 +59,7 @@ class Checkpoint:
                 f"{folder} is not a folder; give a checkpoint folder with {CONFIG} and {SINGLE} or its shards"
             )
         config = K3Config.from_pretrained(_inside(folder, CONFIG))
+        require_countable(config)
         has_index, has_single = (folder / INDEX).exists(), (folder / SINGLE).exists()
         if has_index and has_single:
             raise ValueError(f"{folder} holds both {INDEX} and {SINGLE}; remove the one that is not meant")
@@ -82,7 +89,7 @@ class Checkpoint:
         return result
 
     def read_layer(self, layer: int) -> LayerTensors:
-        """The tensors of `layer`'s MLP by suffix, as read-only memory-mapped arrays in their stored dtype.
+        """The tensors of `layer`'s MLP by suffix, checked; each is read when it is looked up.
 
         Raises:
             FileNotFoundError: a shard is missing.
@@ -95,9 +102,9 @@ class Checkpoint:
         }
         table = layer_table(self.config, layer, present)
         self._check_names(table, layer, present)
-        tensors = {suffix: self._tensor(present[suffix], spec) for suffix, spec in table.specs.items()}
+        places = {suffix: self._place(present[suffix], spec) for suffix, spec in table.specs.items()}
         self._check_strays(layer, {self.names[name] for name in present.values()})
-        return tensors
+        return LayerTensors(places)
 
     def _check_names(self, table: LayerTable, layer: int, present: Mapping[str, str]) -> None:
         where = f"{self.path}: layer {layer}"
@@ -125,7 +132,7 @@ class Checkpoint:
             self._shards[file_name] = SafetensorsFile(_inside(self.path, file_name))
         return self._shards[file_name]
 
-    def _tensor(self, name: str, spec: TensorSpec) -> np.ndarray:
+    def _place(self, name: str, spec: TensorSpec) -> Place:
         shard = self.shard(self.names[name])
         entry = shard.entries.get(name)
         if entry is None:
@@ -138,7 +145,7 @@ class Checkpoint:
             raise ValueError(
                 f"{shard.path}: tensor {shown(name)} has shape {entry.shape}, the config's sizes make it {spec.shape}"
             )
-        return shard[name]
+        return Place(shard, name)
 
     def _check_strays(self, layer: int, shard_names: Iterable[str]) -> None:
         """A shard's own tensors of this layer's MLP must be the ones that the index places there."""
@@ -165,12 +172,7 @@ def _mismatches(missing: list[str], unknown: list[str]) -> list[str]:
 
 
 def _read_index(path: Path, folder: Path) -> dict[str, str]:
-    if not path.is_file():
-        raise ValueError(f"{path} is not a regular file")
-    size = path.stat().st_size
-    if size > MAX_INDEX_BYTES:
-        raise ValueError(f"{path} has {size} bytes; an index has at most {MAX_INDEX_BYTES}")
-    names = parse_json_object(path.read_bytes(), str(path)).get("weight_map")
+    names = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file_name, str) for file_name in names.values()):
         raise ValueError(f"{path}: weight_map must be an object that maps tensor names to file names")
     for file_name in set(names.values()):

@@ -2,15 +2,16 @@
 
 A file is `u64 header length | JSON header | tensor bytes`. Everything the header claims is checked against the file's
 real size before a byte of a tensor is touched, so that a damaged or hostile file costs one bounded JSON parse, then
-raises `ValueError`. Tensors come back as read-only views of a memory map: nothing is copied.
+raises `ValueError`. Tensors are read, never mapped: a file that shrinks under a map kills the process, while a read
+that comes up short is an error like any other.
 """
 
-import json
-import math
-import mmap
+import hashlib
+import os
 import stat
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from k3jax.strict_json import parse_json_object, shown
+
 MAX_HEADER_BYTES = 100_000_000  # The format's own limit; the header of one of Kimi K3's shards takes about 1 MB.
 MAX_ELEMENTS = 2**59  # A shape whose non-zero dimensions multiply to more overflows NumPy's strides.
 MAX_RANK = 64  # NumPy's limit.
 LENGTH_BYTES = 8
+
+# Without O_NONBLOCK, opening a pipe waits for a writer; regular files do not care.
+_OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_BINARY", "O_CLOEXEC", "O_NONBLOCK"))
+_MAX_PARTS = 512  # of one preadv; Linux takes 1024
+_SEEK = threading.Lock()  # Where there is no preadv, one thread at a time moves a file's position and reads.
 
 _BITS = {
     "F4": 4,
@@ -63,9 +71,10 @@ class TensorEntry:
 
 
 class SafetensorsFile(Mapping[str, np.ndarray]):
-    """A checked, memory-mapped safetensors file: a mapping from tensor name to a read-only array.
+    """A checked safetensors file: a mapping from tensor name to a read-only array, read anew at each access.
 
-    The map stays open as long as the object or any array from it lives. The file must not be shortened meanwhile.
+    The file stays open as long as the object lives, so that what was checked is what is read, whatever happens to its
+    name meanwhile.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -74,40 +83,74 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         Raises FileNotFoundError when there is no such file, ValueError when it isn't a well-formed safetensors file.
         """
         self.path = Path(path)
-        status = self.path.stat()
-        if not stat.S_ISREG(status.st_mode):
+        self._descriptor = os.open(self.path, _OPEN_FLAGS)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(self._status.st_mode):
             raise ValueError(f"{self.path} is not a regular file; expected a safetensors file")
-        with self.path.open("rb") as file:
-            header = _read_header(file.read, self.path, status.st_size)
-            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._data_start = LENGTH_BYTES + len(header)
+        file_bytes = self._status.st_size
+        header = _read_header(lambda size: os.read(self._descriptor, size), self.path, file_bytes)
+        self.data_start = LENGTH_BYTES + len(header)
+        self.header_sha256 = hashlib.sha256(header).hexdigest()
         parsed = _parse_header(header, self.path)
         self.metadata: dict[str, str] = _metadata(parsed.pop("__metadata__", {}), self.path)
-        data_bytes = status.st_size - self._data_start
+        data_bytes = file_bytes - self.data_start
         self.entries: dict[str, TensorEntry] = {
             name: _entry(name, value, data_bytes, self.path) for name, value in parsed.items()
         }
         _check_layout(self.entries, data_bytes, self.path)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the file.
+        """The tensor, read into memory of its own; not to be written to.
 
         Raises:
             KeyError: there is no such tensor.
             NotImplementedError: its dtype is narrower than a byte.
+            ValueError: the file has become shorter since it was opened.
         """
         entry = self.entries[name]
-        dtype = DTYPES.get(entry.dtype)
+        array = np.empty(entry.shape, self.dtype(name))
+        self.read_into(entry.begin, [array])
+        array.flags.writeable = False
+        return array
+
+    def dtype(self, name: str) -> np.dtype:
+        """NumPy's dtype for the tensor.
+
+        Raises:
+            NotImplementedError: it is narrower than a byte.
+        """
+        dtype = DTYPES.get(self.entries[name].dtype)
         if dtype is None:
             raise NotImplementedError(
-                f"{self.path}: tensor {shown(name)} has dtype {entry.dtype}, which k3jax can list but not read"
+                f"{self.path}: tensor {shown(name)} has dtype {self.entries[name].dtype}, which k3jax can list but not "
+                "read"
             )
-        count = math.prod(entry.shape)
-        if count == 0:  # np.frombuffer takes no empty views.
-            array = np.empty(entry.shape, dtype)
-            array.flags.writeable = False
-            return array
-        return np.frombuffer(self._map, dtype, count, self._data_start + entry.begin).reshape(entry.shape)
+        return dtype
+
+    def read_into(self, begin: int, arrays: Sequence[np.ndarray]) -> None:
+        """Fills C-contiguous `arrays`, one after another, with the data section's bytes from `begin` on.
+
+        Raises:
+            ValueError: the file has become shorter since it was opened.
+        """
+        left = [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays if array.nbytes]
+        at = self.data_start + begin
+        while left:
+            read = _read_at(self._descriptor, left[:_MAX_PARTS], at)
+            if read == 0:
+                raise ValueError(f"{self.path} ends at byte {at}: it was cut short while it was being read")
+            at += read
+            while left and read >= len(left[0]):
+                read -= len(left.pop(0))
+            if read:
+                left[0] = left[0][read:]
+
+    def require_unchanged(self) -> None:
+        """Raises ValueError if the opened file was written to or cut since its header was read."""
+        now = os.fstat(self._descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+            raise ValueError(f"{self.path} was changed while it was being read; load it again when it is complete")
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -119,39 +162,15 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         return len(self.entries)
 
 
-def shown(name: object, limit: int = 200) -> str:
-    """`repr(name)`, cut: a name from an untrusted file may hold control characters, or a megabyte."""
-    try:
-        text = repr(name[:limit] if isinstance(name, str) else name)
-    except RecursionError:
-        text = f"a deeply nested {type(name).__name__}"
-    return text if len(text) <= limit + 2 else text[:limit] + "..."
-
-
-def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object with its keys checked to be unique, for `json.loads(object_pairs_hook=...)`."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"key {shown(key)} appears twice")
-    return result
-
-
-def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
-    """Strict JSON: UTF-8, one object, no key twice, no NaN. Raises ValueError, which begins with `what`."""
-
-    def no_constant(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique_object, parse_constant=no_constant)
-    except RecursionError:
-        raise ValueError(f"{what} is not a JSON object k3jax can read: it is nested too deeply") from None
-    except ValueError as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors too.
-        raise ValueError(f"{what} is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} must be a JSON object, got {type(value).__name__}")
-    return value
+def _read_at(descriptor: int, parts: list[memoryview], at: int) -> int:
+    """Fills `parts` in order from byte `at` of the file, as far as one call goes; the number of bytes, 0 at its end."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, parts, at)
+    with _SEEK:
+        os.lseek(descriptor, at, os.SEEK_SET)
+        read = os.read(descriptor, len(parts[0]))
+    parts[0][: len(read)] = read
+    return len(read)
 
 
 def _read_header(read: Callable[[int], bytes], path: Path, file_bytes: int) -> bytes:
@@ -169,7 +188,9 @@ def _read_header(read: Callable[[int], bytes], path: Path, file_bytes: int) -> b
         raise ValueError(
             f"{path} is truncated: header of {length} bytes announced, the file has {file_bytes} bytes; download again"
         )
-    header = read(length)
+    header = b""
+    while len(header) < length and (more := read(length - len(header))):
+        header += more
     if len(header) != length:
         raise ValueError(f"{path} is truncated: header of {length} bytes announced, {len(header)} could be read")
     return header

@@ -85,7 +85,7 @@ def layer_table(config: K3Config, layer: int, names: Collection[str]) -> LayerTa
     Raises:
         ValueError: the model has no such layer, or its sizes cannot be packed.
     """
-    _require_countable(config)
+    require_countable(config)
     specs: dict[str, TensorSpec] = {}
     twice: list[str] = []
     experts_packed = _experts_packed(config, names)
@@ -109,7 +109,7 @@ def layer_table(config: K3Config, layer: int, names: Collection[str]) -> LayerTa
 
 def classify(names: Iterable[str], config: K3Config) -> Inventory:
     """Gives every name of a checkpoint exactly one class, and lists what is missing."""
-    _require_countable(config)
+    require_countable(config)
     inventory = Inventory()
     found: dict[int, dict[str, list[str]]] = {}
     for name in names:
@@ -151,7 +151,8 @@ def _model_class(name: str) -> str | None:
     return next((label for label, pattern in _MODEL_SCOPE if pattern.fullmatch(name)), None)
 
 
-def _require_countable(config: K3Config) -> None:
+def require_countable(config: K3Config) -> None:
+    """Raises ValueError for a config of more layers and experts than any loop over them should have to bear."""
     tensors = config.num_hidden_layers * (16 + 6 * (config.num_experts or 0))
     if tensors > MAX_TENSORS:
         raise ValueError(

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from k3jax.checkpoint.safetensors_file import SafetensorsFile, shown
+from k3jax.checkpoint.safetensors_file import SafetensorsFile
 from k3jax.config import K3Config
+from k3jax.strict_json import shown
 
 FORMAT = "k3jax-capture-1"
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")

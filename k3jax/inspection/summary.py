@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.checkpoint import Checkpoint
-from k3jax.checkpoint.safetensors_file import TensorEntry, shown
+from k3jax.checkpoint.safetensors_file import TensorEntry
 from k3jax.checkpoint.tensor_table import EXPERTS, MOE, Inventory, TensorSpec, classify, layer_table
 from k3jax.config import K3Config
 from k3jax.inspection.memory import ModelMemory, model_memory
+from k3jax.strict_json import shown
 from sharding.mesh import MeshSizes
 
 FORMAT = "k3jax-inspect-1"
