@@ -5,6 +5,7 @@ The decode is plain operations there; what the GPU alone can show is in test_mos
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from numerics import KERNEL_TOLERANCES, assert_close, assert_same_bits
+from numerics import KERNEL_TOLERANCES, assert_close, assert_same_bits, relative_l2
 
 from pallas_kernels import Activation, MXFP4Array, Situ, SwiGLU, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels import grouped_matmul as public_grouped_matmul
@@ -39,7 +40,8 @@ def run(
     activation: Activation | None = None,
     blocks: int = 2,
     layout: str | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
+    out_format: Any = "bf16",
+) -> tuple[Any, Any]:
     """(the kernel's rows, the reference's rows) that belong to a group, on random operands with a NaN tail."""
     rng = np.random.default_rng(sum(sizes))
     codes = rng.integers(0, 256, (len(sizes), N, K // 2), dtype=np.uint8)
@@ -53,12 +55,15 @@ def run(
         to_kernel_layout(w, recipe=layout or recipe, gated=activation is not None),
         group_sizes,
         activation=activation,
+        out_format=out_format,
         tuning=tuning,
         multiprocessors=blocks,
         interpret=plgpu.InterpretGPUParams(detect_races=True),
     )
-    expected = public_grouped_matmul(x, w, group_sizes, activation=activation, implementation="reference")
-    return np.asarray(result)[:used], np.asarray(expected)[:used]
+    expected = public_grouped_matmul(
+        x, w, group_sizes, activation=activation, out_format=out_format, implementation="reference"
+    )
+    return jax.tree.map(lambda leaf: leaf[:used], (result, expected))
 
 
 @pytest.mark.parametrize(
@@ -84,6 +89,23 @@ def test_the_kernel_equals_the_reference_without_a_race(
 def test_token_scaled_rows_multiply_exactly_in_the_bfloat16_layout(activation: Activation | None) -> None:
     result, expected = run([13, 0, 9, 1], Tuning((8, 16), 2, 1, 2, 2), "w4a8_fp8", activation, layout="w4a16")
     assert_close(result, expected, KERNEL_TOLERANCES["w4a16"])
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("activation", [None, Situ(4.0, 25.0)])
+def test_float32_results_are_not_rounded(activation: Activation | None) -> None:
+    result, expected = run([5, 0, 3], Tuning((8,), 1, 2, 1, 2), "w4a8_fp8", activation, 1, "w4a16", "f32")
+    assert result.dtype == jnp.float32
+    # Before an activation gate and up are rounded, one step apart where the float32 sums differ.
+    assert relative_l2(result, expected) < (1e-6 if activation is None else 2e-4)
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("activation", [None, Situ(4.0, 25.0)])
+def test_mxfp8_results_have_the_bits_of_rounding_first(activation: Activation | None) -> None:
+    result, expected = run([5, 0, 3], Tuning((8,), 1, 2, 1, 2), "w4a8", activation, 1, out_format="mxfp8")
+    assert_same_bits(result.scales, expected.scales)
+    assert_same_bits(result.values, expected.values)
     assert not get_races().races_found
 
 

@@ -90,29 +90,27 @@ def grouped_matmul(
     chosen = select.choose("grouped_matmul", implementation, x=x, w=w, activation=activation)
     if x.shape[0] == 0:
         width = w.shape[1] // (2 if activation else 1)
-        return _finish(jnp.zeros((0, width), _product_dtype(out_format)), out_format)
-    return _finish(_grouped_matmul(x, w, group_sizes, activation, out_format, chosen), out_format)
+        return _finish(jnp.zeros((0, width), _product_dtype(out_format)), out_format, "xla")
+    return _grouped_matmul(x, w, group_sizes, activation, out_format, chosen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _grouped_matmul(
     x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str, implementation: str
-) -> Array:
-    """The result before it is quantised."""
-    dtype = _product_dtype(out_format)
+) -> Result:
     if implementation == "mosaic":
-        return _batched(_mosaic, activation, dtype)(x, w, group_sizes)
-    return _batched(_PLAIN[implementation].forward, activation, dtype)(x, w, group_sizes)
+        return _batched(_mosaic, activation, out_format)(x, w, group_sizes)
+    y = _batched(_PLAIN[implementation].forward, activation, _product_dtype(out_format))(x, w, group_sizes)
+    return _finish(y, out_format, implementation)
 
 
-def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype) -> Array:
+def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, out_format: str) -> Result:
     from pallas_kernels.grouped_matmul import mosaic_hopper  # a second of imports that only GPUs need
 
-    if dtype != jnp.bfloat16:
-        raise NotImplementedError(
-            "grouped_matmul on mosaic writes bfloat16: out_format='f32' needs another implementation"
-        )
-    return mosaic_hopper.grouped_matmul(x, w, group_sizes, activation=activation)
+    # A token's scale needs its whole row, which is the work of many blocks: its quantiser is a kernel of its own.
+    written: Any = "bf16" if out_format == "fp8_token" else out_format
+    y: Any = mosaic_hopper.grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
+    return quantize_fp8_token(y) if out_format == "fp8_token" else y
 
 
 def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, out_format: str, implementation: str) -> Any:
@@ -137,7 +135,7 @@ def _backward(activation: Any, out_format: str, implementation: str, residuals: 
     if isinstance(w, KernelWeights):
         w, implementation = from_kernel_layout(w), "xla"
     if activation is not None:
-        gate_up = _grouped_matmul(x, w, group_sizes, None, "bf16", implementation)
+        gate_up: Any = _grouped_matmul(x, w, group_sizes, None, "bf16", implementation)
         _, pullback = jax.vjp(lambda h: apply_activation(activation, h), gate_up.astype(jnp.float32))
         (dy,) = pullback(dy.astype(jnp.float32))
     dx = _batched(_PLAIN[implementation].transposed)(dy.astype(jnp.bfloat16), w, group_sizes)
@@ -159,10 +157,10 @@ def _product_dtype(out_format: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if out_format == "f32" else jnp.bfloat16)
 
 
-def _finish(y: Array, out_format: str) -> Result:
+def _finish(y: Array, out_format: str, implementation: str) -> Result:
     if out_format == "mxfp8":
-        return quantize_mxfp8(y)
-    return quantize_fp8_token(y) if out_format == "fp8_token" else y
+        return quantize_mxfp8(y, implementation=implementation)
+    return quantize_fp8_token(y, implementation=implementation) if out_format == "fp8_token" else y
 
 
 def _check(x: Rows, w: Weights, group_sizes: Array, activation: Activation | None, out_format: str) -> None:

@@ -24,11 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, Float, Int
 
+from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tuning
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
@@ -60,11 +61,12 @@ def grouped_matmul(
     group_sizes: Int[Array, " g"],
     *,
     activation: Activation | None,
+    out_format: WrittenFormat = "bf16",
     tuning: Tuning | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
-) -> BFloat16[Array, "m width"]:
-    """`x[m] @ w[g].T` for every row m of group g, in float32, rounded to bfloat16; with an activation of it.
+) -> Float[Array, "m width"] | MXFP8Array:
+    """`x[m] @ w[g].T` for every row m of group g, in float32; with an activation, of it rounded to bfloat16.
 
     Args:
         x: `[M, K]`: for weights laid out for bfloat16 products bfloat16, MXFP8 (dequantised before the kernel) or e4m3
@@ -72,6 +74,7 @@ def grouped_matmul(
         w: `[G, N, K]` from `to_kernel_layout(..., gated=activation is not None)`.
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
+        out_format: "bf16", "f32" (not rounded), or "mxfp8": the bits of `quantize_mxfp8` of the bfloat16 result.
         tuning: None for `choose_tuning`'s.
         multiprocessors: blocks to start; None for the device's number.
         interpret: `plgpu.InterpretGPUParams(...)` to run on a CPU.
@@ -86,12 +89,13 @@ def grouped_matmul(
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
     values, scales = _rows(x, w.mma)
-    shape = _geometry(values.shape[0], w, activation, tuning)
+    shape = _geometry(values.shape[0], w, activation, out_format, tuning)
     padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
     operands = [padded, w.words, group_sizes.astype(jnp.int32), w.exponents, *([] if scales is None else [scales])]
-    return _kernel(shape, scales is not None, multiprocessors, interpret)(*operands)
+    result = _kernel(shape, scales is not None, multiprocessors, interpret)(*operands)
+    return MXFP8Array(*result) if out_format == "mxfp8" else result[0]
 
 
 def why_not(
@@ -123,13 +127,24 @@ def _rows(x: Array | MXFP8Array | TokenScaledArray, mma: Mma) -> tuple[Array, Ar
     return (x.dequantize() if isinstance(x, MXFP8Array) else x), None
 
 
-def _geometry(rows: int, w: KernelWeights, activation: Activation | None, tuning: Tuning | None) -> Geometry:
+def _geometry(
+    rows: int, w: KernelWeights, activation: Activation | None, out_format: WrittenFormat, tuning: Tuning | None
+) -> Geometry:
     groups, n, k = w.shape
     used = tuning or choose_tuning(rows, groups, n, k, w.mma, w.gated)
-    return Geometry(rows, groups, n, k, w.mma, activation, used)
+    return Geometry(rows, groups, n, k, w.mma, activation, out_format, used)
 
 
-def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Array]:
+def _results(shape: Geometry) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """What the kernel writes: the result, or the values and the scales of MXFP8."""
+    if shape.out_format == "mxfp8":
+        values = jax.ShapeDtypeStruct((shape.rows, shape.out_columns), jnp.float8_e4m3fn)
+        return values, jax.ShapeDtypeStruct((shape.rows, shape.out_columns // BLOCK), jnp.uint8)
+    dtype = jnp.float32 if shape.out_format == "f32" else jnp.bfloat16
+    return (jax.ShapeDtypeStruct((shape.rows, shape.out_columns), dtype),)
+
+
+def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Any]:
     if interpret is None:
         from pallas_kernels.grouped_matmul.hopper.native import NativeSteps, scratch
 
@@ -140,8 +155,9 @@ def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any)
         make = PlainSteps
 
     def grouped_matmul_hopper(*refs: Any, **memory: Any) -> None:
-        x, w, sizes, exponents = refs[:4]
-        steps = make(shape, x, w, sizes, exponents, refs[4] if scaled else None, refs[-1], **memory)
+        inputs, out = refs[: 4 + scaled], refs[4 + scaled :]
+        x, w, sizes, exponents = inputs[:4]
+        steps = make(shape, x, w, sizes, exponents, inputs[4] if scaled else None, out, **memory)
         steps.start()
         role = lax.axis_index("warpgroup")
         consumers = shape.tuning.warpgroups
@@ -150,7 +166,7 @@ def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any)
 
     return plgpu.kernel(
         grouped_matmul_hopper,
-        out_type=jax.ShapeDtypeStruct((shape.rows, shape.out_columns), jnp.bfloat16),
+        out_type=_results(shape),
         grid=(multiprocessors,),
         grid_names=("block",),
         num_threads=shape.tuning.warpgroups + 1,

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
 from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, choose_tuning
+from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 
@@ -31,6 +32,7 @@ class Case:
     rows: int
     activation: Activation | None = None
     token_scales: bool = False
+    out_format: WrittenFormat = "bf16"
 
 
 CASES = [
@@ -42,7 +44,14 @@ CASES = [
     Case("w2", "bf16", 16384, token_scales=True),
     Case("w13", "e4m3", 2048, KIMI, token_scales=True),
     Case("w2", "e4m3", 16384, token_scales=True),
+    Case("w2", "bf16", 128, out_format="f32"),
+    Case("w2", "bf16", 16384, token_scales=True, out_format="f32"),
+    Case("w13", "bf16", 16384, KIMI, out_format="f32"),
+    Case("w13", "bf16", 128, KIMI, out_format="mxfp8"),
+    Case("w13", "bf16", 16384, KIMI, out_format="mxfp8"),
+    Case("w2", "e4m3", 2048, token_scales=True, out_format="mxfp8"),
 ]
+QUANTISED = "cvt.rn.satfinite.e4m3x2"
 
 
 def compiled(case: Case, mesh: jax.sharding.Mesh) -> Any:
@@ -55,7 +64,7 @@ def compiled(case: Case, mesh: jax.sharding.Mesh) -> Any:
     def call(values: jax.Array, scales: jax.Array, words: jax.Array, exponents: jax.Array, sizes: jax.Array) -> Any:
         x = TokenScaledArray(values, scales) if case.token_scales else values
         w = KernelWeights(words, exponents, case.mma, case.activation is not None)
-        return grouped_matmul(x, w, sizes, activation=case.activation, multiprocessors=132)
+        return grouped_matmul(x, w, sizes, activation=case.activation, out_format=case.out_format, multiprocessors=132)
 
     arguments = (
         aval((case.rows, k), jnp.float8_e4m3fn if case.token_scales else jnp.bfloat16),
@@ -87,6 +96,9 @@ def test_the_program_is_the_one_we_think_it_is(
     # The activation is chosen at compile time: its instructions are there exactly when it was asked for.
     assert ("tanh" in ptx) == isinstance(case.activation, Situ)
     assert ("ex2.approx" in ptx or "tanh" in ptx) == (case.activation is not None)
+
+    assert (QUANTISED in ptx) == (case.out_format == "mxfp8")
+    assert ("stmatrix" in ptx) == (case.out_format != "f32")
 
     assert "0 bytes spill stores, 0 bytes spill loads" in report
     found = re.search(r"smem_scratch_bytes=(\d+)", resources)

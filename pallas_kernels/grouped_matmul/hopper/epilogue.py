@@ -1,23 +1,30 @@
-"""From float32 accumulators to bfloat16 rows: scale, activation, and the turn from [N, rows] to [rows, N]."""
+"""From float32 accumulators to rows of the result: scale, activation, format, and the turn from [N, rows] to [rows, N].
+
+bf16    rounded
+f32     as it is (gate and up are rounded to bfloat16 before an activation, in every format)
+mxfp8   rounded to bfloat16, then each 32 columns divided by their scale and rounded to E4M3
+"""
 
 import dataclasses
-import math
+from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import vector
 
+from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul.config import EPILOGUE_TOKENS, epilogue_bytes
 from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
+from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
 from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
     add,
     arith,
     both,
     constant,
+    equal,
     f32,
     global_address,
-    i32,
     i64,
     left,
     less,
@@ -32,7 +39,16 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     utils,
     wide,
 )
-from pallas_kernels.situ import Activation, Situ
+from pallas_kernels.grouped_matmul.hopper.values import (
+    activate,
+    encode_e4m3,
+    largest_magnitude,
+    largest_of_lanes,
+    pack,
+    scale_byte,
+    unpack,
+)
+from pallas_kernels.situ import Activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +58,38 @@ class Store:
     width: int  # rows of x that the accumulators have
     activation: Activation | None
     out_columns: int
+    out_format: WrittenFormat
 
     @property
     def gated(self) -> bool:
         return self.activation is not None
 
+    @property
+    def turned_bytes(self) -> int:
+        """Bytes of a value while it is turned round in shared memory."""
+        return 4 if self.out_format == "f32" else 2
+
+    @property
+    def tokens(self) -> int:
+        """Rows turned round at a time, as many as the buffer holds."""
+        return EPILOGUE_TOKENS * 2 // self.turned_bytes
+
 
 def store(
-    spec: Store, accumulators: list[Any], out_gmem: Any, turn_smem: Any, where: tuple[Any, ...], scales: Any
+    spec: Store,
+    accumulators: list[Any],
+    out_gmem: Sequence[Any],
+    turn_smem: Any,
+    where: tuple[Any, ...],
+    scales: Any,
 ) -> None:
     """Stores one warpgroup's units: `where` is (warpgroup, first row, end of the rows, first output column, exponent).
 
     The accumulators count times 2^exponent and, where `scales` is a reference to float32 `[M]`, times the row's scale.
-    Rows at and beyond the end are not touched.
+    `out_gmem` is the result or, for MXFP8, its values and its scales. Rows at and beyond the end are not touched.
     """
     units = len(accumulators)
-    references = (out_gmem, turn_smem) if scales is None else (out_gmem, turn_smem, scales)
+    references = (turn_smem, *out_gmem, *(() if scales is None else (scales,)))
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -69,34 +101,39 @@ def store(
     def emit(ctx: Any, *args: Any) -> None:
         del ctx
         registers = [a.registers.reshape(spec.width // 8, 2) for a in args[:units]]
-        _Emitter(spec, registers, [scalar(v) for v in args[units : units + 5]], args[units + 5 :]).run()
+        turn, *rest = args[units + 5 :]
+        out, row_scales = (rest, None) if scales is None else (rest[:-1], rest[-1])
+        _Emitter(spec, registers, [scalar(v) for v in args[units : units + 5]], turn, out, row_scales).run()
 
     emit(*accumulators, *where, *references)
 
 
 class _Emitter:
-    """One store, 32 rows at a time: four 8 x 8 blocks a warp go transposed to shared memory, and 16 bytes a thread out.
+    """One store, up to 32 rows at a time: blocks of 8 x 8 go transposed to shared memory, and from there out.
 
     A thread holds, of each block of 8 rows of x, N row `lane / 4` of both halves and rows `2 * (lane % 4) + {0, 1}`.
     """
 
-    def __init__(self, spec: Store, registers: list[Any], where: list[Value], refs: Any) -> None:
+    def __init__(
+        self, spec: Store, registers: list[Any], where: list[Value], turn: Value, out: list[Value], scales: Any
+    ) -> None:
         self.spec, self.registers = spec, registers
         self.warpgroup, self.row, self.end, self.column, exponent = where
         self.factor = _power_of_two(exponent)
         self.columns = len(registers) * (32 if spec.gated else 64)  # the warpgroup's output columns
-        self.pitch = self.columns * 2 + 16
+        self.pitch = self.columns * spec.turned_bytes + 16
         own = thread(volatile=True)
         self.own, self.lane, self.warp = own, both(own, 31), right(own, 5)
-        self.out = global_address(refs[0])
+        self.out = [global_address(ref) for ref in out]
         buffer = epilogue_bytes(len(registers), spec.gated)
-        self.buffer = add(shared_address(refs[1]), mul(self.warpgroup, buffer))
-        self.scales = global_address(refs[2]) if len(refs) == 3 else None
+        assert spec.tokens * self.pitch <= buffer
+        self.buffer = add(shared_address(turn), mul(self.warpgroup, buffer))
+        self.scales = None if scales is None else global_address(scales)
         self.factors: dict[tuple[int, int], Value] = {}
 
     def run(self) -> None:
         blocks = self.spec.width // 8
-        step = EPILOGUE_TOKENS // 8
+        step = self.spec.tokens // 8
         for first in range(0, blocks, step):
             with utils.when(less(add(self.row, 8 * first), self.end)):
                 self._chunk(first, min(step, blocks - first))
@@ -107,8 +144,12 @@ class _Emitter:
             self._load_scales(first, count)
         for unit in range(len(self.registers)):
             for half in range(1 if self.spec.gated else 2):
-                blocks = [self._block(unit, first + b, half) for b in range(count)]
-                self._turn(unit, half, blocks + [constant(0)] * (4 - count))
+                blocks = [self._results(unit, first + b, half) for b in range(count)]
+                if self.spec.out_format == "f32":
+                    self._turn_words(unit, half, blocks)
+                else:
+                    pairs = [pack(*block) for block in blocks]
+                    self._turn_pairs(unit, half, pairs + [constant(0)] * (4 - count))
         self._barrier()
         self._write(first, count)
 
@@ -124,38 +165,67 @@ class _Emitter:
                 scale = ptx("ld.global.f32 $0, [$1];", address, out=f32(), volatile=True)
                 self.factors[block, which] = arith.mulf(scale, self.factor)
 
-    def _rounded(self, unit: int, block: int, half: int) -> Value:
-        """Two neighbouring rows' values of one N row, scaled and rounded to a pair of bfloat16."""
-        values = []
-        for which in range(2):
-            value = vector.extract(self.registers[unit][block, half], dynamic_position=[], static_position=[which])
-            values.append(arith.mulf(value, self.factors.get((block, which), self.factor)))
-        return _pack(*values)
-
-    def _block(self, unit: int, block: int, half: int) -> Value:
+    def _results(self, unit: int, block: int, half: int) -> Sequence[Value]:
+        """Two neighbouring rows' float32 results of one output column."""
         activation = self.spec.activation
         if activation is None:
-            return self._rounded(unit, block, half)
-        gate, up = (_unpack(self._rounded(unit, block, which)) for which in range(2))
-        return _pack(*(_activate(activation, g, u) for g, u in zip(gate, up, strict=True)))
+            return self._scaled(unit, block, half)
+        gate, up = (unpack(pack(*self._scaled(unit, block, which))) for which in range(2))
+        return [activate(activation, g, u) for g, u in zip(gate, up, strict=True)]
 
-    def _turn(self, unit: int, half: int, blocks: list[Value]) -> None:
+    def _scaled(self, unit: int, block: int, half: int) -> Sequence[Value]:
+        """Two neighbouring rows' sums of one N row."""
+        pair = self.registers[unit][block, half]
+        values = [vector.extract(pair, dynamic_position=[], static_position=[which]) for which in range(2)]
+        return [arith.mulf(v, self.factors.get((block, which), self.factor)) for which, v in enumerate(values)]
+
+    def _turn_pairs(self, unit: int, half: int, blocks: list[Value]) -> None:
+        address = add(self._turned(unit, half), mul(self.lane, self.pitch))
+        ptx("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};", address, *blocks)
+
+    def _turn_words(self, unit: int, half: int, blocks: list[Sequence[Value]]) -> None:
+        """A word at a time: the pitch puts the 8 columns and 4 rows that a warp stores at once into different banks."""
+        own_row, own_column = mul(both(self.lane, 3), 2 * self.pitch), left(right(self.lane, 2), 2)
+        address = add(self._turned(unit, half), add(own_row, own_column))
+        for block, values in enumerate(blocks):
+            for which, value in enumerate(values):
+                ptx("st.shared.f32 [$0], $1;", add(address, (8 * block + which) * self.pitch), value)
+
+    def _turned(self, unit: int, half: int) -> Value:
+        """Where in the buffer the warp's 8 columns of the first row are."""
         column = unit * 32 if self.spec.gated else unit * 64 + half * 8
-        address = add(self.buffer, add(mul(self.lane, self.pitch), mul(self.warp, 16 if self.spec.gated else 32)))
-        code = "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0], {$1, $2, $3, $4};"
-        ptx(code, add(address, column * 2), *blocks)
+        warp = mul(self.warp, (8 if self.spec.gated else 16) * self.spec.turned_bytes)
+        return add(add(self.buffer, column * self.spec.turned_bytes), warp)
 
     def _write(self, first: int, count: int) -> None:
-        vectors = self.columns * 2 // 16
+        vectors = self.columns * self.spec.turned_bytes // 16
         at, row = both(self.own, vectors - 1), right(self.own, vectors.bit_length() - 1)
         for step in range(-(-count * 8 * vectors // 128)):
             token = add(row, step * (128 // vectors))
             data = load_shared_128(add(add(self.buffer, mul(token, self.pitch)), left(at, 4)))
             target = add(self.row, add(token, first * 8))
-            line = arith.muli(wide(target), arith.constant(i64(), self.spec.out_columns * 2))
-            address = arith.addi(line, wide(add(left(self.column, 1), left(at, 4))))
-            code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-            ptx_if(less(target, self.end), code, arith.addi(self.out, address), *data)
+            if self.spec.out_format == "mxfp8":
+                self._write_mxfp8(target, at, data)
+                continue
+            column_bytes = add(mul(self.column, self.spec.turned_bytes), left(at, 4))
+            address = self._address(0, target, self.spec.turned_bytes * self.spec.out_columns, column_bytes)
+            ptx_if(less(target, self.end), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *data)
+
+    def _write_mxfp8(self, target: Value, at: Value, pairs: Sequence[Value]) -> None:
+        """8 columns of a row; four neighbouring threads hold a block."""
+        lanes = BLOCK // 8
+        byte = scale_byte(largest_of_lanes(largest_magnitude(pairs), lanes))
+        inside = less(target, self.end)
+        column = add(self.column, left(at, 3))
+        address = self._address(0, target, self.spec.out_columns, column)
+        ptx_if(inside, "st.global.v2.b32 [$0], {$1, $2};", address, *encode_e4m3(pairs, byte))
+        address = self._address(1, target, self.spec.out_columns // BLOCK, right(column, BLOCK.bit_length() - 1))
+        first = arith.andi(inside, equal(both(at, lanes - 1), 0))
+        ptx_if(first, "st.global.u8 [$0], $1;", address, byte)
+
+    def _address(self, result: int, row: Value, row_bytes: int, column_bytes: Value) -> Value:
+        line = arith.muli(wide(row), arith.constant(i64(), row_bytes))
+        return arith.addi(self.out[result], arith.addi(line, wide(column_bytes)))
 
 
 def _power_of_two(exponent: Value) -> Value:
@@ -163,33 +233,3 @@ def _power_of_two(exponent: Value) -> Value:
     normal = arith.maxsi(exponent, constant(-126))
     powers = [left(add(e, 127), 23) for e in (normal, arith.subi(exponent, normal))]
     return arith.mulf(*(arith.bitcast(f32(), bits) for bits in powers))
-
-
-def _pack(low: Value, high: Value) -> Value:
-    return ptx("cvt.rn.bf16x2.f32 $0, $1, $2;", high, low, out=i32())
-
-
-def _unpack(pair: Value) -> tuple[Value, Value]:
-    low, high = (arith.bitcast(f32(), bits) for bits in (left(pair, 16), both(pair, 0xFFFF0000)))
-    return low, high
-
-
-def _scaled(value: Value, factor: float) -> Value:
-    return arith.mulf(value, arith.constant(f32(), factor))
-
-
-def _tanh(value: Value) -> Value:
-    """The hardware's: relative error 2^-11 at most, near zero too."""
-    return ptx("tanh.approx.f32 $0, $1;", value, out=f32())
-
-
-def _activate(activation: Activation, gate: Value, up: Value) -> Value:
-    power = ptx("ex2.approx.ftz.f32 $0, $1;", _scaled(gate, -math.log2(math.e)), out=f32())
-    one_more = arith.addf(power, arith.constant(f32(), 1.0))
-    sigmoid = ptx("rcp.approx.ftz.f32 $0, $1;", one_more, out=f32())
-    if not isinstance(activation, Situ):
-        return arith.mulf(arith.mulf(gate, sigmoid), up)
-    bounded = arith.mulf(_scaled(_tanh(_scaled(gate, 1 / activation.beta)), activation.beta), sigmoid)
-    if activation.linear_beta is None:
-        return arith.mulf(bounded, up)
-    return arith.mulf(bounded, _scaled(_tanh(_scaled(up, 1 / activation.linear_beta)), activation.linear_beta))

@@ -1,7 +1,7 @@
 """What a compiled Hopper kernel knows of its problem, and the small records that its roles hand to each other."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +11,8 @@ from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, Tuning, element_bytes, subtiles
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, Mma
 from pallas_kernels.situ import Activation
+
+WrittenFormat = Literal["bf16", "f32", "mxfp8"]  # of the result, as the kernel itself can write it
 
 
 class Ring(NamedTuple):
@@ -40,6 +42,7 @@ class Geometry:
     k: int
     mma: Mma
     activation: Activation | None
+    out_format: WrittenFormat
     tuning: Tuning
 
     @property

@@ -70,7 +70,7 @@ class NativeSteps:
     sizes_gmem: Any
     exponents_gmem: Any
     scales_gmem: Any  # None without token scales
-    out_gmem: Any
+    out_gmem: tuple[Any, ...]  # the result; values and scales of MXFP8
     w_smem: Any
     x_smem: Any
     turn_smem: Any
@@ -173,7 +173,7 @@ class NativeSteps:
 
     def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
         shape = self.shape
-        spec = epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns)
+        spec = epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns, shape.out_format)
         column = shape.out_column(tile, warpgroup)
         where = (warpgroup, tile.row, tile.row + tile.rows, column, self.exponents_gmem[tile.group])
         epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, self.scales_gmem)

@@ -18,6 +18,7 @@ from pallas_kernels import e8m0
 from pallas_kernels.grouped_matmul import kernel_layout, schedule
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.kernel_layout import WORD_ROWS
+from pallas_kernels.mxfp8 import quantize_mxfp8
 from pallas_kernels.rounding import to_bfloat16
 
 
@@ -47,7 +48,7 @@ class PlainSteps:
     sizes_gmem: Any
     exponents_gmem: Any
     scales_gmem: Any
-    out_gmem: Any
+    out_gmem: tuple[Any, ...]
     w_smem: Any
     x_smem: Any
     operand_smem: Any
@@ -131,19 +132,33 @@ class PlainSteps:
         shape = self.shape
         factor = jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])
         for unit, accumulator in enumerate(accumulators):
-            y = accumulator.T * factor
+            results = self._results(accumulator.T * factor, tile)
             column = shape.out_column(tile, warpgroup) + unit * (32 if shape.gated else 64)
             for r in range(shape.tuning.widest):
-                store = functools.partial(self._row, y[r], tile.row + r, column)
-                pl.when(r < tile.rows)(store)
+                row = [result[r] for result in results]
+                pl.when(r < tile.rows)(functools.partial(self._store_row, row, tile.row + r, column))
 
-    def _row(self, y: Any, row: Any, column: Any) -> None:
+    def _results(self, y: Any, tile: Tile) -> tuple[Any, ...]:
+        """A unit's sums `[rows, 64]` in the result's format; rows that do not exist hold anything."""
         if self.scales_gmem is not None:
-            y = y * self.scales_gmem[row]
+            last = self.shape.rows - 1
+            rows = [jnp.minimum(tile.row + r, last) for r in range(self.shape.tuning.widest)]
+            y = y * jnp.stack([self.scales_gmem[row] for row in rows])[:, None]
         if self.shape.activation is not None:
-            gate, up = jnp.moveaxis(to_bfloat16(y).astype(jnp.float32).reshape(4, 2, 8), 1, 0)
-            y = self.shape.activation(gate.reshape(32), up.reshape(32))
-        self.out_gmem[row, pl.ds(column, y.shape[0])] = to_bfloat16(y)
+            halves = to_bfloat16(y).astype(jnp.float32).reshape(-1, 4, 2, 8)
+            gate, up = (halves[:, :, which].reshape(-1, 32) for which in range(2))
+            y = self.shape.activation(gate, up)
+        if self.shape.out_format == "f32":
+            return (y,)
+        if self.shape.out_format == "bf16":
+            return (to_bfloat16(y),)
+        q = quantize_mxfp8(to_bfloat16(y), implementation="reference")
+        return q.values, q.scales
+
+    def _store_row(self, row: list[Any], index: Any, column: Any) -> None:
+        for result, out in zip(row, self.out_gmem, strict=True):
+            columns_each = self.shape.out_columns // out.shape[1]  # 32 for the scales of MXFP8
+            out[index, pl.ds(column // columns_each, result.size)] = result
 
 
 def _decode(lines: jax.Array, shape: Geometry) -> jax.Array:
