@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from k3jax.mlp import GatedMLP
     from k3jax.moe import MoE, MoEArrays
     from k3jax.routing import ExpertLoad, Routing, expert_load
+    from k3jax.saving import save_layer, save_layers
 
 __all__ = [
     "ExpertLoad",
@@ -22,6 +23,8 @@ __all__ = [
     "default_checkpoint",
     "expert_load",
     "load_layer",
+    "save_layer",
+    "save_layers",
 ]
 
 # Imported at first use: `k3jax --help` need not wait three seconds for JAX and Flax.
@@ -36,6 +39,8 @@ _HOMES = {
     "default_checkpoint": "k3jax.checkpoint.synthetic",
     "expert_load": "k3jax.routing",
     "load_layer": "k3jax.loading",
+    "save_layer": "k3jax.saving",
+    "save_layers": "k3jax.saving",
 }
 
 
