@@ -7,7 +7,7 @@ of the model (attention, vision, tokenizer) are not looked at.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class K3Config:
         num_experts: E, None for a model without experts. num_experts_per_token: X.
         num_shared_experts: they form one MLP of width `shared_intermediate_size`.
         activation: `Situ` or `SwiGLU`, for dense, shared and routed experts alike.
-        quantized: the config declares the experts as `mxfp4-pack-quantized`. Loading goes by the tensors present.
+        quantization: "mxfp4" or "nvfp4", as the config declares the experts, or None. Loading goes by what is there.
     """
 
     hidden_size: int
@@ -58,7 +58,7 @@ class K3Config:
     routed_scaling_factor: float = 1.0
     num_expert_group: int = 1
     topk_group: int = 1
-    quantized: bool = False
+    quantization: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "moe_layer_freq"):
@@ -67,7 +67,7 @@ class K3Config:
             _require_int(name, getattr(self, name), minimum=0)
         for name in ("rms_norm_eps", "routed_scaling_factor"):
             _require_number(name, getattr(self, name))
-        for name in ("latent_moe_use_norm", "renormalize", "quantized"):
+        for name in ("latent_moe_use_norm", "renormalize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"config: {name}={shown(getattr(self, name))} must be true or false")
         if self.router_activation not in ("sigmoid", "softmax"):
@@ -182,7 +182,7 @@ class K3Config:
             routed_scaling_factor=fields.get("routed_scaling_factor", 1.0),
             num_expert_group=fields.get("num_expert_group", 1),
             topk_group=fields.get("topk_group", 1),
-            quantized=_is_mxfp4(quantization),
+            quantization=_quantization(quantization),
         )
 
 
@@ -233,25 +233,40 @@ def _refuse_unsupported(text: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"config: {switch}={shown(text[switch])} is not implemented; only false is")
 
 
-def _is_mxfp4(quantization: object) -> bool:
-    """True for the release's packing, False without one; anything else raises."""
+def _quantization(quantization: object) -> str | None:
+    """The release's packing, "mxfp4", or that of NVIDIA's tool, "nvfp4"; None without one; anything else raises."""
     if quantization is None:
-        return False
+        return None
     if not isinstance(quantization, Mapping):
         raise ValueError(f"config: quantization_config must be an object or null, not {shown(quantization)}")
+    if quantization.get("quant_method") == "modelopt":
+        _require_quantization("quant_algo", quantization.get("quant_algo"), "NVFP4")
+        _check_groups(quantization, (("group_size", 16), ("num_bits", 4), ("type", "float")))
+        return "nvfp4"
     _require_quantization("quant_method", quantization.get("quant_method"), "compressed-tensors")
     _require_quantization("format", quantization.get("format"), "mxfp4-pack-quantized")
+    weights = (("group_size", 32), ("num_bits", 4), ("type", "float"), ("symmetric", True))
+    for where, group in _check_groups(quantization, weights):
+        _require_quantization(f"{where}.input_activations", group.get("input_activations"), None)
+    return "mxfp4"
+
+
+def _check_groups(
+    quantization: Mapping[str, Any], weights: Sequence[tuple[str, object]]
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """`(where, group)` of each config group, whose `weights` must agree with `weights` where it says anything."""
     groups = quantization.get("config_groups", {})
     if not isinstance(groups, Mapping):
         raise ValueError(f"config: quantization_config.config_groups must be an object, not {shown(groups)}")
-    for group_name, group in groups.items():
-        where = f"config_groups.{group_name}"
+    found = []
+    for name, group in groups.items():
+        where = f"config_groups.{name}"
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise ValueError(f"config: quantization_config.{where} must be an object with a `weights` object")
-        for field, expected in (("group_size", 32), ("num_bits", 4), ("type", "float"), ("symmetric", True)):
+        for field, expected in weights:
             _require_quantization(f"{where}.weights.{field}", group["weights"].get(field, expected), expected)
-        _require_quantization(f"{where}.input_activations", group.get("input_activations"), None)
-    return True
+        found.append((where, group))
+    return found
 
 
 def _require_quantization(field: str, value: object, expected: object) -> None:

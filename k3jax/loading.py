@@ -5,6 +5,7 @@ packed ones stay packed unless the recipe is "bf16". Whatever has to be converte
 the peak is the layer's own size and a little.
 """
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
@@ -22,10 +22,10 @@ from k3jax.config import K3Config
 from k3jax.experts import RECIPES, Weights
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE, MoEArrays
-from pallas_kernels import MXFP4Array, quantize_mxfp4
+from k3jax.stored_weights import BF16, bf16_weight, mxfp4_weight
+from pallas_kernels import MXFP4Array
 
 _ALIGNMENT = 64  # JAX's CPU backend takes NumPy memory of this alignment over instead of copying it.
-_BF16 = np.dtype(ml_dtypes.bfloat16)
 _log = logging.getLogger("k3jax")
 
 _Read = Callable[[str], tuple[np.ndarray, ...]]
@@ -36,9 +36,9 @@ class LoadOptions:
     """How `load_layer` may treat what a checkpoint holds.
 
     Attributes:
-        quantize_plain: let a recipe with packed weights quantise experts that are stored plain. Without it, loading
-            such experts raises: rounding a model to four bits is not something to happen unasked. Recipe "bf16" takes
-            plain experts as they are, either way.
+        quantize_plain: let a recipe with MXFP4 weights quantise experts that are stored otherwise, plain or in NVFP4.
+            Without it, loading such experts raises: rounding a model is not something to happen unasked. Recipe "bf16"
+            takes any experts, either way.
         allow_inexact: let a kernel whose layout cannot hold an expert's span of exponents round the smallest blocks,
             with a warning that says how much is lost. Without it, such a kernel is passed over, or raises if named.
     """
@@ -67,7 +67,7 @@ def load_layer(
         FileNotFoundError: the folder, its config, its index or a shard is missing.
         ValueError: the recipe or layer is unknown, the checkpoint is not what its config says (the message names the
             tensor), or experts are plain where the recipe needs them packed.
-        NotImplementedError: dense weights are packed, or the implementation named cannot run here.
+        NotImplementedError: the router is packed, or the implementation named cannot run here.
     """
     if recipe not in RECIPES:
         raise ValueError(f"{recipe=} is not one of {', '.join(RECIPES)}")
@@ -78,38 +78,44 @@ def load_layer(
     _log_rounding(tensors, layer, checkpoint.path)
     if not config.is_moe(layer):
         gate_up, down = _mlp(tensors, "mlp.")
+        tensors.require_unchanged()
         return GatedMLP(gate_up, down, activation=config.activation)
+    arrays = _moe_arrays(config, tensors, recipe)
+    tensors.require_unchanged()
     return MoE(
         config,
         recipe=recipe,
         implementation=implementation,
         allow_inexact=options.allow_inexact,
-        arrays=_moe_arrays(config, tensors, recipe),
+        arrays=arrays,
     )
 
 
 def _require_storage(tensors: LayerTensors, recipe: str, options: LoadOptions, path: Path) -> None:
-    plain = next((suffix for suffix in tensors if suffix.startswith(EXPERTS) and suffix.endswith(".weight")), None)
-    if plain is not None and RECIPES[recipe].packed and not options.quantize_plain:
+    stems = (stem for stem, stored in tensors.stored.items() if stem.startswith(EXPERTS) and stored != "mxfp4")
+    other = next(stems, None)
+    if other is not None and RECIPES[recipe].packed and not options.quantize_plain:
+        how = "in NVFP4" if tensors.stored[other] == "nvfp4" else f"plain, in {tensors.dtype(f'{other}.weight')}"
         raise ValueError(
-            f"{path}: {plain} is stored plain, in {tensors.dtype(plain)}, and {recipe=} needs experts in MXFP4; "
+            f"{path}: {other}.weight is stored {how}, and {recipe=} needs experts in MXFP4; "
             'load with recipe="bf16", or pass LoadOptions(quantize_plain=True) to quantise them now'
         )
 
 
 def _log_rounding(tensors: LayerTensors, layer: int, path: Path) -> None:
-    dtypes = [tensors.dtype(suffix) for suffix in tensors if suffix.endswith(".weight")]
-    rounded = [dtype for dtype in dtypes if dtype != _BF16]
+    plain = [tensors.dtype(f"{stem}.weight") for stem, stored in tensors.stored.items() if stored == "plain"]
+    rounded = [str(dtype) for dtype in plain if dtype != BF16]
+    rounded += ["NVFP4" for stored in tensors.stored.values() if stored == "nvfp4"]
     if rounded:
-        names = " and ".join(sorted({str(dtype) for dtype in rounded}))
+        names = " and ".join(sorted(set(rounded)))
         _log.warning("%s: layer %d: %d tensors stored as %s are rounded to bfloat16", path, layer, len(rounded), names)
 
 
 def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArrays:
     def weight(name: str) -> jax.Array | None:
-        tensor = tensors.get(f"{MOE}{name}.weight")
-        return None if tensor is None else _bf16(tensor)
+        return jnp.array(bf16_weight(tensors, f"{MOE}{name}")) if f"{MOE}{name}" in tensors.stored else None
 
+    norm = tensors.get(f"{MOE}routed_expert_norm.weight")
     router = weight("gate")
     assert router is not None
     assert config.num_experts is not None
@@ -118,7 +124,7 @@ def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArra
         router_weight=router,
         router_bias=jnp.array(tensors[f"{MOE}gate.e_score_correction_bias"]),
         latent_down=weight("routed_expert_down_proj"),
-        latent_norm=weight("routed_expert_norm"),
+        latent_norm=None if norm is None else jnp.array(norm.astype(BF16)),
         latent_up=weight("routed_expert_up_proj"),
         shared_gate_up=shared_gate_up,
         shared_down=shared_down,
@@ -127,51 +133,22 @@ def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArra
     )
 
 
-def _bf16(tensor: np.ndarray) -> jax.Array:
-    """A bfloat16 copy: never a view, a loaded layer must not change with its file."""
-    return jnp.array(tensor.astype(_BF16, copy=False))
-
-
 def _mlp(tensors: LayerTensors, prefix: str) -> tuple[jax.Array, jax.Array]:
     """`gate_up [2F, D]`, the gate's rows first, and `down [D, F]`."""
-    gate, up = tensors[f"{prefix}gate_proj.weight"], tensors[f"{prefix}up_proj.weight"]
-    gate_up = _aligned((2 * gate.shape[0], gate.shape[1]), _BF16)
+    gate = bf16_weight(tensors, f"{prefix}gate_proj")
+    gate_up = _aligned((2 * gate.shape[0], gate.shape[1]), BF16)
     gate_up[: gate.shape[0]] = gate
-    gate_up[gate.shape[0] :] = up
-    return jax.device_put(gate_up), _bf16(tensors[f"{prefix}down_proj.weight"])
+    gate_up[gate.shape[0] :] = bf16_weight(tensors, f"{prefix}up_proj")
+    return jax.device_put(gate_up), jnp.array(bf16_weight(tensors, f"{prefix}down_proj"))
 
 
 def _experts(tensors: LayerTensors, num_experts: int, parts: tuple[str, ...], recipe: str) -> Weights:
     """`[E, N, K]` of all experts, as `recipe` needs them."""
-    is_packed = f"{EXPERTS}0.{parts[0]}.weight_packed" in tensors
-    packed = RECIPES[recipe].packed
-
-    def read_plain(stem: str) -> tuple[np.ndarray, ...]:
-        return (tensors[f"{stem}.weight"],)
-
-    def read_packed(stem: str) -> tuple[np.ndarray, ...]:
-        return tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
-
-    def dequantize(stem: str) -> tuple[np.ndarray, ...]:
-        return (np.asarray(_dequantize(*read_packed(stem))),)
-
-    def quantize(stem: str) -> tuple[np.ndarray, ...]:
-        matrix = _quantize(tensors[f"{stem}.weight"].astype(_BF16, copy=False))
-        return np.asarray(matrix.codes), np.asarray(matrix.scales)
-
-    if packed:
-        codes, scales = _stacked(num_experts, parts, read_packed if is_packed else quantize, np.dtype(np.uint8))
-        return MXFP4Array(codes, scales)
-    (weights,) = _stacked(num_experts, parts, dequantize if is_packed else read_plain, _BF16)
+    if RECIPES[recipe].packed:
+        read = functools.partial(mxfp4_weight, tensors)
+        return MXFP4Array(*_stacked(num_experts, parts, read, np.dtype(np.uint8)))
+    (weights,) = _stacked(num_experts, parts, lambda stem: (bf16_weight(tensors, stem),), BF16)
     return weights
-
-
-@jax.jit
-def _dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    return MXFP4Array(codes, scales).dequantize(jnp.bfloat16)
-
-
-_quantize = jax.jit(quantize_mxfp4)
 
 
 def _stacked(num_experts: int, parts: tuple[str, ...], read: _Read, dtype: np.dtype) -> list[jax.Array]:

@@ -10,6 +10,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
+from pallas_kernels.nvfp4 import dequantize_nvfp4
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
 
@@ -23,6 +24,7 @@ __all__ = [
     "Situ",
     "SwiGLU",
     "TokenScaledArray",
+    "dequantize_nvfp4",
     "explain",
     "from_kernel_layout",
     "grouped_matmul",

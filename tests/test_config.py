@@ -52,7 +52,7 @@ def test_the_released_config() -> None:
         num_shared_experts=2,
         routed_expert_hidden_size=3584,
         latent_moe_use_norm=True,
-        quantized=True,
+        quantization="mxfp4",
     )
     assert (config.latent_size, config.shared_intermediate_size) == (3584, 6144)
     assert [config.is_moe(layer) for layer in (0, 1, 92)] == [False, True, True]
@@ -60,7 +60,7 @@ def test_the_released_config() -> None:
 
 def test_the_public_miniature_has_plain_experts() -> None:
     config = K3Config.from_pretrained(DATA / "k3-0.40b-config.json")
-    assert (config.num_experts, config.num_experts_per_token, config.quantized) == (8, 2, False)
+    assert (config.num_experts, config.num_experts_per_token, config.quantization) == (8, 2, None)
     assert (config.latent_size, config.shared_intermediate_size) == (512, 256)
 
 
@@ -106,7 +106,7 @@ def test_defaults_of_missing_keys(released: dict[str, Any]) -> None:
     assert (config.routed_scaling_factor, config.first_k_dense_replace, config.moe_layer_freq) == (1.0, 0, 1)
     assert (config.num_expert_group, config.topk_group, config.latent_moe_use_norm) == (1, 1, False)
     assert (config.routed_expert_hidden_size, config.latent_size, config.rms_norm_eps) == (None, 7168, 1e-6)
-    assert not config.quantized
+    assert config.quantization is None
     assert config.is_moe(0)
 
 
@@ -229,3 +229,18 @@ def test_a_latent_norm_without_a_latent(released: dict[str, Any]) -> None:
 
 def test_a_path_may_be_a_string() -> None:
     assert K3Config.from_pretrained(str(DATA / "k3-config.json")).num_experts == 896
+
+
+def test_the_quantisation_of_nvidia_s_release(released: dict[str, Any]) -> None:
+    weights = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    declared = {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+        "config_groups": {"group_0": {"weights": weights, "input_activations": weights}},
+    }
+    assert K3Config.from_dict(edited(released, quantization_config=declared)).quantization == "nvfp4"
+    with pytest.raises(NotImplementedError, match=r"quant_algo='FP8' is not implemented; 'NVFP4' is"):
+        K3Config.from_dict(edited(released, quantization_config=declared | {"quant_algo": "FP8"}))
+    weights["group_size"] = 32
+    with pytest.raises(NotImplementedError, match="group_size=32"):
+        K3Config.from_dict(edited(released, quantization_config=declared))

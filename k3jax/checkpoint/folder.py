@@ -14,6 +14,8 @@ from k3jax.checkpoint.layer_tensors import LayerTensors, Place
 from k3jax.checkpoint.safetensors_file import SafetensorsFile
 from k3jax.checkpoint.tensor_table import (
     EXPERTS,
+    PLAIN_DTYPES,
+    ROUTER,
     LayerTable,
     TensorSpec,
     layer_table,
@@ -93,7 +95,7 @@ class Checkpoint:
 
         Raises:
             FileNotFoundError: a shard is missing.
-            NotImplementedError: a dense weight is packed.
+            NotImplementedError: the router is packed.
             ValueError: anything else that the table does not allow; the message names the tensor.
         """
         self.config.is_moe(layer)  # A layer out of range is the caller's mistake, not the checkpoint's.
@@ -104,27 +106,22 @@ class Checkpoint:
         self._check_names(table, layer, present)
         places = {suffix: self._place(present[suffix], spec) for suffix, spec in table.specs.items()}
         self._check_strays(layer, {self.names[name] for name in present.values()})
-        return LayerTensors(places)
+        return LayerTensors(places, table.stored)
 
     def _check_names(self, table: LayerTable, layer: int, present: Mapping[str, str]) -> None:
         where = f"{self.path}: layer {layer}"
         for suffix in table.stored_twice:
             raise ValueError(f"{where}: {shown(present[suffix])} is stored packed as well; one of the two must go")
-        dense = [
-            s for s in table.specs if s.endswith((".weight_packed", ".weight_scale")) and not s.startswith(EXPERTS)
-        ]
-        if dense:
-            raise NotImplementedError(
-                f"{where}: {shown(present.get(dense[0], dense[0]))} is packed; only routed experts may be, k3jax reads "
-                "routers, latent projections, shared experts and dense MLPs as plain tensors"
-            )
+        if table.stored.get(ROUTER, "plain") != "plain":
+            raise NotImplementedError(f"{where}: {ROUTER} is packed; a router is read as {' or '.join(PLAIN_DTYPES)}")
         missing = [suffix for suffix in table.specs if suffix not in present]
         unknown = [name for suffix, name in present.items() if suffix not in table.specs]
         if missing or unknown:
             raise ValueError(f"{where} does not match its config: " + "; ".join(_mismatches(missing, unknown)))
-        ways = {suffix.rpartition(".")[2] == "weight": suffix for suffix in table.specs if suffix.startswith(EXPERTS)}
+        ways = {stored: stem for stem, stored in table.stored.items() if stem.startswith(EXPERTS)}
         if len(ways) > 1:
-            raise ValueError(f"{where}: experts are stored in two ways: {ways[True]} plain, {ways[False]} packed")
+            kinds = ", ".join(f"{stem} {stored}" for stored, stem in sorted(ways.items(), reverse=True))
+            raise ValueError(f"{where}: experts are stored in more than one way: {kinds}")
 
     def shard(self, file_name: str) -> SafetensorsFile:
         """The opened file of this name, which must lie within the folder."""
@@ -141,7 +138,7 @@ class Checkpoint:
             raise ValueError(
                 f"{shard.path}: tensor {shown(name)} has dtype {entry.dtype}, expected {' or '.join(spec.dtypes)}"
             )
-        if entry.shape != spec.shape:
+        if not spec.allows(entry.shape):
             raise ValueError(
                 f"{shard.path}: tensor {shown(name)} has shape {entry.shape}, the config's sizes make it {spec.shape}"
             )

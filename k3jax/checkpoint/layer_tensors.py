@@ -26,10 +26,12 @@ class LayerTensors(Mapping[str, np.ndarray]):
 
     Attributes:
         places: suffix -> where its bytes are, for readers that know better where to put them.
+        stored: stem of a weight -> "plain", "mxfp4" or "nvfp4", as `tensor_table.py` has it.
     """
 
-    def __init__(self, places: Mapping[str, Place]) -> None:
+    def __init__(self, places: Mapping[str, Place], stored: Mapping[str, str]) -> None:
         self.places = places
+        self.stored = stored
 
     def __getitem__(self, suffix: str) -> np.ndarray:
         """The tensor in its stored dtype, not to be written to.

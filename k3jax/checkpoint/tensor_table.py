@@ -1,22 +1,30 @@
 """Which tensors a checkpoint must hold: a total and exact table, from the config and from how each weight is stored.
 
-Pure functions of names; no file is touched. A weight `stem` (such as `block_sparse_moe.experts.7.w1`) is stored either
-plain, as `stem.weight`, or packed in MXFP4, as `stem.weight_packed` and `stem.weight_scale`. The names that are present
-decide, never the config: its `ignore` list does not even name the latent projections, which the release keeps plain.
+Pure functions of names; no file is touched. A weight `stem` (such as `block_sparse_moe.experts.7.w1`) is stored in one
+of three ways:
+
+    plain   stem.weight
+    mxfp4   stem.weight_packed, stem.weight_scale                 a scale byte for each 32 elements
+    nvfp4   stem.weight (U8), stem.weight_scale (e4m3, for each 16), stem.weight_scale_2, and perhaps stem.input_scale
+
+The names that are present decide, never the config: its `ignore` list does not even name the latent projections, which
+the release keeps plain and a derived checkpoint packs. The router is plain everywhere.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from k3jax.config import K3Config
 
 PLAIN_DTYPES = ("BF16", "F16", "F32")
-BLOCK = 32  # Elements that share a scale byte.
+_BLOCKS = {"mxfp4": 32, "nvfp4": 16}  # Elements that share a scale.
 MAX_TENSORS = 4_000_000  # Eight times the release's; a config that asks for more is refused, not listed.
 
 MOE = "block_sparse_moe."
 EXPERTS = MOE + "experts."
+ROUTER = MOE + "gate"
+_NOTHING: frozenset[str] = frozenset()
 _NAME = re.compile(r"(?:language_model\.)?model\.layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
 _LAYER_SCOPE = (
     ("attention", re.compile(r"self_attn\..+", re.DOTALL)),
@@ -33,17 +41,27 @@ _MODEL_SCOPE = (
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor may be: any of `dtypes` (safetensors' names), exactly `shape`."""
+    """What one tensor may be: any of `dtypes` (safetensors' names), exactly `shape`; a scalar may have shape `[1]`."""
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
 
+    def allows(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor may have this shape."""
+        return shape == self.shape or (self.shape == () and shape == (1,))
+
 
 @dataclass(frozen=True)
 class LayerTable:
-    """Every tensor of one layer's MLP, by suffix, and the `.weight` suffixes that are stored packed as well."""
+    """Every tensor of one layer's MLP.
+
+    Attributes:
+        specs: by suffix. stored: of each weight's stem, "plain", "mxfp4" or "nvfp4".
+        stored_twice: the `.weight` suffixes that are stored packed as well.
+    """
 
     specs: dict[str, TensorSpec]
+    stored: dict[str, str]
     stored_twice: tuple[str, ...]
 
 
@@ -80,31 +98,35 @@ def out_of_scope_class(suffix: str) -> str | None:
 def layer_table(config: K3Config, layer: int, names: Collection[str]) -> LayerTable:
     """The tensors of `layer`'s MLP, given the suffixes `names` that are present (a set or a dict, for its speed).
 
-    A weight of which nothing is present is expected as the other experts are stored, and else as the config says.
+    An expert's weight of which nothing is present is expected as the other experts are stored, and else as the config
+    says; any other weight is then expected plain.
 
     Raises:
         ValueError: the model has no such layer, or its sizes cannot be packed.
     """
     require_countable(config)
     specs: dict[str, TensorSpec] = {}
+    stored: dict[str, str] = {}
     twice: list[str] = []
-    experts_packed = _experts_packed(config, names)
-    for stem, packable, plain, packed, scale in _weights(config, layer):
-        is_plain = f"{stem}.weight" in names
-        is_packed = f"{stem}.weight_packed" in names or f"{stem}.weight_scale" in names
-        if is_plain and is_packed:
+    parts: dict[str, frozenset[str]] = {}
+    for name in names:
+        stem, _, part = name.rpartition(".")
+        parts[stem] = parts.get(stem, _NOTHING) | {part}
+    absent_expert = _absent_expert(config, parts)
+    known: dict[object, tuple[str, dict[str, TensorSpec]]] = {}  # Most of the thousands of weights are alike.
+    for stem, shape in _weights(config, layer):
+        there, expert = parts.get(stem, _NOTHING), stem.startswith(EXPERTS)
+        kind = (shape, there, expert)
+        if kind not in known:
+            how = _storage(there) or (absent_expert if expert else "plain")
+            known[kind] = how, _specs(stem, shape, how, there)
+        stored[stem], of_kind = known[kind]
+        for part, spec in of_kind.items():
+            specs[f"{stem}.{part}"] = spec
+        if "weight_packed" in there and "weight" in there:
             twice.append(f"{stem}.weight")
-        if is_packed or (packable and experts_packed and not is_plain):
-            if packed is None or scale is None:
-                raise ValueError(
-                    f"{stem} must be packed, but its input width {plain.shape[1]} is no multiple of {BLOCK}"
-                )
-            specs[f"{stem}.weight_packed"] = packed
-            specs[f"{stem}.weight_scale"] = scale
-        else:
-            specs[f"{stem}.weight"] = plain
     specs |= _vectors(config, layer)
-    return LayerTable(specs, tuple(twice))
+    return LayerTable(specs, stored, tuple(twice))
 
 
 def classify(names: Iterable[str], config: K3Config) -> Inventory:
@@ -161,48 +183,64 @@ def require_countable(config: K3Config) -> None:
         )
 
 
-def _experts_packed(config: K3Config, names: Iterable[str]) -> bool:
-    stored = {name.rpartition(".")[2] for name in names if name.startswith(EXPERTS)}
-    if "weight_packed" in stored or "weight_scale" in stored:
-        return True
-    return config.quantized and "weight" not in stored
+def _storage(parts: frozenset[str]) -> str | None:
+    """How a weight is stored of which these parts are there; None if nothing of it is."""
+    if "weight_packed" in parts:
+        return "mxfp4"
+    if "weight_scale_2" in parts:
+        return "nvfp4"
+    if "weight_scale" in parts:  # One tensor of a pair or of three is missing.
+        return "nvfp4" if "weight" in parts else "mxfp4"
+    return "plain" if "weight" in parts else None
 
 
-_Weight = tuple[str, bool, TensorSpec, TensorSpec | None, TensorSpec | None]
+def _absent_expert(config: K3Config, parts: Mapping[str, frozenset[str]]) -> str:
+    """How an absent expert ought to be stored: as the first one of which something is there, or as the config says."""
+    found = (_storage(there) for stem, there in parts.items() if stem.startswith(EXPERTS))
+    return next(filter(None, found), config.quantization or "plain")
 
 
-def _weights(config: K3Config, layer: int) -> Iterator[_Weight]:
-    """`(stem, may the loader take it packed, plain, packed, scale)` of each weight matrix of the layer."""
+def _weights(config: K3Config, layer: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """The stem and the shape (out, in) of each weight matrix of the layer."""
     hidden = config.hidden_size
     if not config.is_moe(layer):
         yield from _mlp("mlp.", hidden, config.intermediate_size)
         return
     assert config.num_experts is not None
-    yield (f"{MOE}gate", False, *_stored(config.num_experts, hidden))
+    yield ROUTER, (config.num_experts, hidden)
     if config.routed_expert_hidden_size is not None:
-        yield (f"{MOE}routed_expert_down_proj", False, *_stored(config.latent_size, hidden))
-        yield (f"{MOE}routed_expert_up_proj", False, *_stored(hidden, config.latent_size))
+        yield f"{MOE}routed_expert_down_proj", (config.latent_size, hidden)
+        yield f"{MOE}routed_expert_up_proj", (hidden, config.latent_size)
     if config.num_shared_experts:
         yield from _mlp(f"{MOE}shared_experts.", hidden, config.shared_intermediate_size)
-    into, out = _stored(config.expert_width, config.latent_size), _stored(config.latent_size, config.expert_width)
     for expert in range(config.num_experts):  # The release's order within an expert: w1, w2, w3.
-        yield (f"{EXPERTS}{expert}.w1", True, *into)
-        yield (f"{EXPERTS}{expert}.w2", True, *out)
-        yield (f"{EXPERTS}{expert}.w3", True, *into)
+        yield f"{EXPERTS}{expert}.w1", (config.expert_width, config.latent_size)
+        yield f"{EXPERTS}{expert}.w2", (config.latent_size, config.expert_width)
+        yield f"{EXPERTS}{expert}.w3", (config.expert_width, config.latent_size)
 
 
-def _mlp(prefix: str, hidden: int, width: int) -> Iterator[_Weight]:
-    yield (f"{prefix}gate_proj", False, *_stored(width, hidden))
-    yield (f"{prefix}up_proj", False, *_stored(width, hidden))
-    yield (f"{prefix}down_proj", False, *_stored(hidden, width))
+def _mlp(prefix: str, hidden: int, width: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    yield f"{prefix}gate_proj", (width, hidden)
+    yield f"{prefix}up_proj", (width, hidden)
+    yield f"{prefix}down_proj", (hidden, width)
 
 
-def _stored(rows: int, columns: int) -> tuple[TensorSpec, TensorSpec | None, TensorSpec | None]:
-    """How a matrix `[rows, columns]` may be stored: plain, or as codes with scales."""
-    plain = TensorSpec(PLAIN_DTYPES, (rows, columns))
-    if columns % BLOCK:
-        return plain, None, None
-    return plain, TensorSpec(("U8",), (rows, columns // 2)), TensorSpec(("U8",), (rows, columns // BLOCK))
+def _specs(stem: str, shape: tuple[int, int], stored: str, there: frozenset[str]) -> dict[str, TensorSpec]:
+    """The tensors of a weight `[rows, columns]` that is stored that way, by the last part of their names."""
+    if stored == "plain":
+        return {"weight": TensorSpec(PLAIN_DTYPES, shape)}
+    (rows, columns), block = shape, _BLOCKS[stored]
+    if columns % block:
+        raise ValueError(f"{stem} must be packed, but its input width {columns} is no multiple of {block}")
+    codes = TensorSpec(("U8",), (rows, columns // 2))
+    if stored == "mxfp4":
+        return {"weight_packed": codes, "weight_scale": TensorSpec(("U8",), (rows, columns // block))}
+    scalar = TensorSpec(("F32",), ())
+    specs = {"weight": codes, "weight_scale": TensorSpec(("F8_E4M3",), (rows, columns // block))}
+    specs["weight_scale_2"] = scalar
+    if "input_scale" in there:  # Of the activations, for engines that quantise them to NVFP4.
+        specs["input_scale"] = scalar
+    return specs
 
 
 def _vectors(config: K3Config, layer: int) -> dict[str, TensorSpec]:

@@ -10,6 +10,7 @@ from k3jax.inspection.memory import LayerMemory, ModelMemory
 from k3jax.inspection.summary import Inspection
 from pallas_kernels import Situ
 
+_STORAGE = {None: "plain", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 _PARTS = ("routed_experts", "shared_experts", "latent", "router", "dense")
 
 
@@ -41,7 +42,7 @@ def _config_table(inspection: Inspection) -> Table:
     if inspection.dense_layers:
         rows.insert(2, ("dense width", f"{config.intermediate_size:,}"))
     if inspection.moe_layers:
-        storage = "MXFP4 by the config" if config.quantized else "plain by the config"
+        storage = f"{_STORAGE[config.quantization]} by the config"
         rows[-2:-2] = [
             ("experts", f"{config.num_experts} of width {config.expert_width:,}, {storage}"),
             ("latent", _latent(config)),

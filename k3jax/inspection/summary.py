@@ -173,7 +173,7 @@ def _mismatches(config: K3Config, inventory: Inventory, entries: Mapping[str, Te
 
 
 def _fits(entry: TensorEntry, spec: TensorSpec) -> bool:
-    return entry.dtype in spec.dtypes and entry.shape == spec.shape
+    return entry.dtype in spec.dtypes and spec.allows(entry.shape)
 
 
 def _kinds(inventory: Inventory, entries: Mapping[str, TensorEntry]) -> tuple[Kind, ...]:

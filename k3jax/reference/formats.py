@@ -86,6 +86,16 @@ def decode_mxfp4(codes: Bytes, scale_bytes: Bytes) -> Values:
     return blocks.reshape(rows, 2 * pairs)
 
 
+def decode_nvfp4(codes: Bytes, scales: Values, global_scale: float) -> Values:
+    """[N, K/2] uint8 pairs of codes and [N, K/16] float64 values of e4m3 scales -> [N, K] float64.
+
+    value[n, k] = E2M1[code[n, k]] * scale[n, k // 16] * global_scale
+    """
+    rows, pairs = codes.shape
+    blocks = _BYTE_VALUES[codes].reshape(rows, -1, 16) * scales[..., None]
+    return (blocks * global_scale).reshape(rows, 2 * pairs)
+
+
 def scale_exponents(amax: Values, largest: float) -> NDArray[np.int32]:
     """ceil(log2(amax / largest)), at least -127: the smallest power of two that brings a block's amax within `largest`.
 

@@ -101,16 +101,21 @@ def _softmax(x: Values) -> Values:
 
 def _linear(x: Values, tensors: Tensors, name: str, numbers: Numbers, *, expert: bool = False) -> Values:
     """x [S, K] times the transpose of the weight [N, K] called `name`, packed or plain: [S, N], not rounded."""
-    plain = tensors.get(f"{name}.weight")
-    stored = tensors[f"{name}.weight_packed"] if plain is None else plain
+    packed = f"{name}.weight_packed" in tensors
+    stored = tensors[f"{name}.weight_packed" if packed else f"{name}.weight"]
+    scales = tensors.get(f"{name}.weight_scale")
     rows = max(1, CHUNK // x.shape[-1])
     result = np.empty((len(x), len(stored)))
     for start in range(0, len(stored), rows):
         part = slice(start, start + rows)
-        if plain is None:
-            weight = numbers.packed_weight(stored[part], tensors[f"{name}.weight_scale"][part])
+        if scales is None:
+            weight = numbers.plain_weight(stored[part])
+        elif packed:
+            weight = numbers.packed_weight(stored[part], scales[part])
         else:
-            weight = numbers.plain_expert_weight(plain[part]) if expert else numbers.plain_weight(plain[part])
+            weight = numbers.nvfp4_weight(stored[part], scales[part], tensors[f"{name}.weight_scale_2"])
+        if expert and not packed:
+            weight = numbers.expert_weight(weight)
         result[:, part] = x @ weight.T
     return result
 
@@ -265,7 +270,7 @@ def _experts_and_output(
     prefix = "block_sparse_moe"
     trace: dict[str, NDArray[Any]] = {}
     routed = x
-    has_latent = f"{prefix}.routed_expert_down_proj.weight" in tensors
+    has_latent = any(name.startswith(f"{prefix}.routed_expert_down_proj.") for name in tensors)
     if has_latent:
         routed = trace["latent"] = numbers.bf16(_linear(x, tensors, f"{prefix}.routed_expert_down_proj", numbers))
     routed = trace["expert_sum"] = _sum_experts(config, tensors, routed, ids, weights, numbers)

@@ -45,9 +45,12 @@ class Numbers:
         values: Values = weight.astype(np.float64)
         return values if weight.dtype == ml_dtypes.bfloat16 else self.bf16(values)
 
-    def plain_expert_weight(self, weight: NDArray[Any]) -> Values:
-        """An expert that the checkpoint doesn't pack: MXFP4 in every recipe but bf16."""
-        values = self.plain_weight(weight)
+    def nvfp4_weight(self, codes: Bytes, scales: NDArray[Any], global_scale: NDArray[Any]) -> Values:
+        """NVFP4 weights, which loading rounds to bf16."""
+        return self.bf16(formats.decode_nvfp4(codes, scales.astype(np.float64), float(global_scale.reshape(()))))
+
+    def expert_weight(self, values: Values) -> Values:
+        """An expert that the checkpoint doesn't store in MXFP4: quantised to it in every recipe but bf16."""
         return formats.through_mxfp4(values) if self.mode == "oracle" and self.recipe != "bf16" else values
 
     def packed_weight(self, codes: Bytes, scale_bytes: Bytes) -> Values:
