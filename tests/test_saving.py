@@ -93,8 +93,8 @@ def test_a_layer_without_a_checkpoint_gets_a_config_of_its_own(
     again = load_layer(folder, 1, recipe=recipe)
     assert isinstance(again, MoE)
     saved = Checkpoint.open(folder).config
-    assert saved.quantized == (recipe == "w4a16")
-    assert vars(again.config) | {"quantized": False} == vars(config)
+    assert saved.quantization == ("mxfp4" if recipe == "w4a16" else None)
+    assert vars(again.config) | {"quantization": None} == vars(config)
     for ours, theirs in zip(jax.tree.leaves(layer), jax.tree.leaves(again), strict=True):
         assert_same_bits(theirs, ours)
 

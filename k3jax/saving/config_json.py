@@ -24,7 +24,7 @@ def config_json(
     if packed is False:
         made.pop("quantization_config", None)
         text.pop("quantization_config", None)
-    elif packed and not K3Config.from_dict(made).quantized:
+    elif packed and K3Config.from_dict(made).quantization != "mxfp4":
         text["quantization_config"] = synthetic_config()["text_config"]["quantization_config"]
     return made
 
