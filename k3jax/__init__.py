@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from k3jax.checkpoint.synthetic import default_checkpoint
     from k3jax.config import K3Config
-    from k3jax.loading import LoadOptions, load_layer
+    from k3jax.loading import load_layer
     from k3jax.mlp import GatedMLP
-    from k3jax.moe import MoE, MoEArrays
+    from k3jax.moe import MoE
+    from k3jax.moe_arrays import MoEArrays
+    from k3jax.options import LoadOptions
     from k3jax.routing import ExpertLoad, Routing, expert_load
     from k3jax.saving import save_layer, save_layers
 
@@ -32,9 +34,9 @@ _HOMES = {
     "ExpertLoad": "k3jax.routing",
     "GatedMLP": "k3jax.mlp",
     "K3Config": "k3jax.config",
-    "LoadOptions": "k3jax.loading",
+    "LoadOptions": "k3jax.options",
     "MoE": "k3jax.moe",
-    "MoEArrays": "k3jax.moe",
+    "MoEArrays": "k3jax.moe_arrays",
     "Routing": "k3jax.routing",
     "default_checkpoint": "k3jax.checkpoint.synthetic",
     "expert_load": "k3jax.routing",

@@ -9,12 +9,12 @@ latent [T, L]  sum over a token's slots of weight * row, in float32, in slot ord
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, BFloat16, Int
+from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.routing import Routing
 from pallas_kernels import (
@@ -28,9 +28,11 @@ from pallas_kernels import (
     quantize_fp8_token,
     quantize_mxfp8,
 )
-from pallas_kernels.rounding import to_bfloat16
+from sharding import Ranks
 
 Weights = Array | MXFP4Array | KernelWeights
+
+_ONE_DEVICE = Ranks()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,7 @@ RECIPES = {
 
 
 class FrozenExperts(nnx.Variable):
-    """The experts' weights `[E, N, K]`. Not an `nnx.Param`: nothing trains or casts them."""
+    """The experts' weights. Not an `nnx.Param`: nothing trains or casts them."""
 
 
 class RowSchedule(NamedTuple):
@@ -60,6 +62,28 @@ class RowSchedule(NamedTuple):
     token: Int[Array, " s"]
     row: Int[Array, "t x"]
     group_sizes: Int[Array, " e"]
+
+
+@dataclasses.dataclass(frozen=True)
+class HowToMultiply:
+    """What is fixed when the experts' GEMMs are compiled."""
+
+    activation: Activation
+    recipe: str
+    implementation: str | None
+    ranks: Ranks
+
+    @property
+    def hidden_format(self) -> str:
+        """Of the rows between the GEMMs. A scale a token needs the whole token, which a part of F is not."""
+        if self.ranks.splits_width and self.recipe == "w4a8_fp8":
+            return "bf16"
+        return RECIPES[self.recipe].hidden_format
+
+    @property
+    def sums_format(self) -> Literal["bf16", "f32"]:
+        """Of the second GEMM's result, which is rounded once it is complete."""
+        return "f32" if self.ranks.splits_width else "bf16"
 
 
 def schedule_rows(ids: Int[Array, "t x"], num_experts: int) -> RowSchedule:
@@ -81,17 +105,26 @@ def routed_experts(
     activation: Activation,
     recipe: str,
     implementation: str | None = None,
-) -> BFloat16[Array, "t l"]:
-    """`sum_k weights[:, k] * expert[ids[:, k]](latent)`: `[T, L] -> [T, L]`, for `w13 [E, 2F, L]` and `w2 [E, L, F]`.
+    ranks: Ranks = _ONE_DEVICE,
+) -> Float[Array, "t l"]:
+    """`sum_k weights[:, k] * expert[ids[:, k]](latent)`: `[T, L] -> [T, L]` float32, before it is rounded.
 
-    A slot with id -1 contributes nothing; an id that a token names twice counts twice. No row is ever dropped.
+    For `w13 [E, 2F, L]` and `w2 [E, L, F]`; where `ranks` split F it is this rank's part of the sum. A slot with id -1
+    contributes nothing; an id that a token names twice counts twice. No row is ever dropped.
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
-    rows_SL = expert_mlp(latent_TL[schedule.token], w13, w2, schedule.group_sizes, activation, recipe, implementation)
-    return to_bfloat16(combine(rows_SL, schedule, routing))
+    how = HowToMultiply(activation, recipe, implementation, ranks)
+    return combine(expert_mlp(latent_TL[schedule.token], w13, w2, schedule.group_sizes, how), schedule, routing)
 
 
-def combine(rows_SL: BFloat16[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Array:
+def gate_and_up_rows(w13: Weights) -> Weights:
+    """`[E, 2, F, L] -> [E, 2F, L]`, as `grouped_matmul` takes them; a kernel's layout has such rows already."""
+    if isinstance(w13, KernelWeights):
+        return w13
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], -1, leaf.shape[-1]), w13)
+
+
+def combine(rows_SL: Float[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Float[Array, "t l"]:
     """The weighted sum of each token's rows, float32 `[T, L]`, added slot by slot so that the order is fixed."""
     num_tokens, slots = schedule.row.shape
     num_routed = jnp.sum(schedule.group_sizes)
@@ -110,47 +143,39 @@ def expert_mlp(
     w13: Weights,
     w2: Weights,
     group_sizes: Int[Array, " e"],
-    activation: Activation,
-    recipe: str,
-    implementation: str | None,
-) -> BFloat16[Array, "s l"]:
+    how: HowToMultiply,
+) -> Float[Array, "s l"]:
     """`w2 @ activation(w13 @ row)` of each row's expert, `[S, L] -> [S, L]`, with the recipe's quantised activations.
 
-    The gradient passes straight through the quantisers: it is that of the same chain without them.
+    bfloat16, or where F is split a part of a sum in float32, to be rounded after it. The gradient passes straight
+    through the quantisers: it is that of the same chain without them.
     """
-    if RECIPES[recipe].quantize is None:
-        return _plain_mlp(rows_SL, w13, w2, group_sizes, activation, implementation)
-    return _quantized_mlp(rows_SL, w13, w2, group_sizes, activation, recipe, implementation)
+    if RECIPES[how.recipe].quantize is None:
+        return _plain_mlp(rows_SL, w13, w2, group_sizes, how)
+    return _quantized_mlp(rows_SL, w13, w2, group_sizes, how)
 
 
-def _plain_mlp(
-    rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, activation: Activation, implementation: str | None
-) -> Array:
-    hidden_SF = grouped_matmul(rows_SL, w13, group_sizes, activation=activation, implementation=implementation)
-    return grouped_matmul(hidden_SF, w2, group_sizes, implementation=implementation)
+def _plain_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, how: HowToMultiply) -> Array:
+    hidden_SF = grouped_matmul(rows_SL, w13, group_sizes, activation=how.activation, implementation=how.implementation)
+    return grouped_matmul(hidden_SF, w2, group_sizes, out_format=how.sums_format, implementation=how.implementation)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _quantized_mlp(
-    rows_SL: Array,
-    w13: Weights,
-    w2: Weights,
-    group_sizes: Array,
-    activation: Activation,
-    recipe: str,
-    implementation: str | None,
-) -> Array:
-    quantize, hidden_format = RECIPES[recipe].quantize, RECIPES[recipe].hidden_format
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _quantized_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, how: HowToMultiply) -> Array:
+    quantize = RECIPES[how.recipe].quantize
     assert quantize is not None
     hidden_SF = grouped_matmul(
         quantize(rows_SL),
         w13,
         group_sizes,
-        activation=activation,
-        out_format=hidden_format,
-        implementation=implementation,
+        activation=how.activation,
+        out_format=how.hidden_format,
+        implementation=how.implementation,
     )
-    return grouped_matmul(hidden_SF, w2, group_sizes, implementation=implementation)
+    if isinstance(hidden_SF, jax.Array):
+        amax = how.ranks.widest(jnp.max(jnp.abs(hidden_SF), axis=-1, keepdims=True))
+        hidden_SF = quantize_fp8_token(hidden_SF, amax=amax)
+    return grouped_matmul(hidden_SF, w2, group_sizes, out_format=how.sums_format, implementation=how.implementation)
 
 
 def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -158,16 +183,14 @@ def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
 
 
 def _quantized_mlp_backward(
-    activation: Activation, recipe: str, implementation: str | None, residuals: tuple[Any, ...], d_rows: Array
+    how: HowToMultiply, residuals: tuple[Any, ...], d_rows: Array
 ) -> tuple[Array, None, None, None]:
     rows_SL, w13, w2, group_sizes = residuals
     if isinstance(w13, KernelWeights) or isinstance(w2, KernelWeights):
         # Laid out for quantised rows, which the straight-through chain does not have.
         w13, w2 = (from_kernel_layout(w) if isinstance(w, KernelWeights) else w for w in (w13, w2))
-        implementation = None
-    plain = functools.partial(
-        _plain_mlp, w13=w13, w2=w2, group_sizes=group_sizes, activation=activation, implementation=implementation
-    )
+        how = dataclasses.replace(how, implementation=None)
+    plain = functools.partial(_plain_mlp, w13=w13, w2=w2, group_sizes=group_sizes, how=how)
     _, pullback = jax.vjp(plain, rows_SL)
     (d_input,) = pullback(d_rows)
     return d_input, None, None, None

@@ -9,19 +9,21 @@ import functools
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
 from k3jax.checkpoint.tensor_table import EXPERTS, MOE
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, Weights
-from k3jax.mlp import GatedMLP
-from k3jax.moe import MoE, MoEArrays
+from k3jax.mlp import GatedMLP, mlp_layout
+from k3jax.moe import MoE, moe_layout
+from k3jax.moe_arrays import MoEArrays
+from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.stored_weights import BF16, bf16_weight, mxfp4_weight
 from pallas_kernels import MXFP4Array
 
@@ -31,34 +33,22 @@ _log = logging.getLogger("k3jax")
 _Read = Callable[[str], tuple[np.ndarray, ...]]
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """How `load_layer` may treat what a checkpoint holds.
-
-    Attributes:
-        quantize_plain: let a recipe with MXFP4 weights quantise experts that are stored otherwise, plain or in NVFP4.
-            Without it, loading such experts raises: rounding a model is not something to happen unasked. Recipe "bf16"
-            takes any experts, either way.
-        allow_inexact: let a kernel whose layout cannot hold an expert's span of exponents round the smallest blocks,
-            with a warning that says how much is lost. Without it, such a kernel is passed over, or raises if named.
-    """
-
-    quantize_plain: bool = False
-    allow_inexact: bool = False
-
-
-_DEFAULTS = LoadOptions()
-
-
 def load_layer(
     path: str | Path,
     layer: int,
     *,
+    mesh: Mesh | None = None,
     recipe: str = "w4a16",
     implementation: str | None = None,
-    options: LoadOptions = _DEFAULTS,
+    tokens: str = "replicated",
+    options: LoadOptions = DEFAULTS,
 ) -> GatedMLP | MoE:
     """The MLP of 0-based `layer` of the checkpoint folder `path`: a GatedMLP for a dense layer, else an MoE.
+
+    Over a `mesh` (`sharding.make_mesh`) experts are split along its axis `expert`, and their width along `tensor`. With
+    `tokens="replicated"`, ranks along these two work on the same tokens; with "sharded", each along `expert` has its
+    own. Groups of ranks along `data` have different tokens and nothing in common but a copy of the weights. Either way
+    the layer takes and gives global arrays, of any number of tokens.
 
     Plain tensors stored in F16 or F32 are rounded to bfloat16, which one line of the "k3jax" logger tells; the router's
     bias stays float32.
@@ -66,28 +56,35 @@ def load_layer(
     Raises:
         FileNotFoundError: the folder, its config, its index or a shard is missing.
         ValueError: the recipe or layer is unknown, the checkpoint is not what its config says (the message names the
-            tensor), or experts are plain where the recipe needs them packed.
+            tensor), experts are plain where the recipe needs them packed, or the mesh cannot split the layer.
         NotImplementedError: the router is packed, or the implementation named cannot run here.
     """
     if recipe not in RECIPES:
         raise ValueError(f"{recipe=} is not one of {', '.join(RECIPES)}")
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
+    is_moe = config.is_moe(layer)
+    if is_moe:  # what a mesh cannot split is told before anything is read
+        moe_layout(config, recipe, mesh, tokens, options)
+    else:
+        mlp_layout(config.intermediate_size, mesh, tokens, options)
     tensors = checkpoint.read_layer(layer)
     _require_storage(tensors, recipe, options, checkpoint.path)
     _log_rounding(tensors, layer, checkpoint.path)
-    if not config.is_moe(layer):
+    if not is_moe:
         gate_up, down = _mlp(tensors, "mlp.")
         tensors.require_unchanged()
-        return GatedMLP(gate_up, down, activation=config.activation)
+        return GatedMLP(gate_up, down, activation=config.activation, mesh=mesh, tokens=tokens, options=options)
     arrays = _moe_arrays(config, tensors, recipe)
     tensors.require_unchanged()
     return MoE(
         config,
         recipe=recipe,
         implementation=implementation,
-        allow_inexact=options.allow_inexact,
         arrays=arrays,
+        mesh=mesh,
+        tokens=tokens,
+        options=options,
     )
 
 
@@ -134,16 +131,15 @@ def _moe_arrays(config: K3Config, tensors: LayerTensors, recipe: str) -> MoEArra
 
 
 def _mlp(tensors: LayerTensors, prefix: str) -> tuple[jax.Array, jax.Array]:
-    """`gate_up [2F, D]`, the gate's rows first, and `down [D, F]`."""
+    """`gate_up [2, F, D]`, the gate first, and `down [D, F]`."""
     gate = bf16_weight(tensors, f"{prefix}gate_proj")
-    gate_up = _aligned((2 * gate.shape[0], gate.shape[1]), BF16)
-    gate_up[: gate.shape[0]] = gate
-    gate_up[gate.shape[0] :] = bf16_weight(tensors, f"{prefix}up_proj")
+    gate_up = _aligned((2, *gate.shape), BF16)
+    gate_up[0], gate_up[1] = gate, bf16_weight(tensors, f"{prefix}up_proj")
     return jax.device_put(gate_up), jnp.array(bf16_weight(tensors, f"{prefix}down_proj"))
 
 
 def _experts(tensors: LayerTensors, num_experts: int, parts: tuple[str, ...], recipe: str) -> Weights:
-    """`[E, N, K]` of all experts, as `recipe` needs them."""
+    """`[E, parts, N, K]` of all experts, without the axis where there is one part, as `recipe` needs them."""
     if RECIPES[recipe].packed:
         read = functools.partial(mxfp4_weight, tensors)
         return MXFP4Array(*_stacked(num_experts, parts, read, np.dtype(np.uint8)))
@@ -152,16 +148,16 @@ def _experts(tensors: LayerTensors, num_experts: int, parts: tuple[str, ...], re
 
 
 def _stacked(num_experts: int, parts: tuple[str, ...], read: _Read, dtype: np.dtype) -> list[jax.Array]:
-    """For each array that `read(stem)` gives: all experts' stacked to `[E, rows of every part, columns]`."""
+    """For each array that `read(stem)` gives: all experts' stacked to `[E, parts, rows, columns]`, or without parts."""
     stacks: list[np.ndarray] = []
     for expert in range(num_experts):
         for index, part in enumerate(parts):
             arrays = read(f"{EXPERTS}{expert}.{part}")
             if not stacks:
-                stacks = [_aligned((num_experts, len(parts) * len(array), array.shape[1]), dtype) for array in arrays]
+                stacks = [_aligned((num_experts, len(parts), *array.shape), dtype) for array in arrays]
             for stack, array in zip(stacks, arrays, strict=True):
-                stack[expert, index * len(array) : (index + 1) * len(array)] = array
-    return [jax.device_put(stack) for stack in stacks]
+                stack[expert, index] = array
+    return [jax.device_put(stack if len(parts) > 1 else stack[:, 0]) for stack in stacks]
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -5,40 +5,59 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from k3jax.linear import linear
+from k3jax.linear import linear, linear_sums
+from k3jax.options import DEFAULTS, LoadOptions
+from k3jax.parameters import parameter_specs, place_parameters
 from pallas_kernels import Activation
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
+from sharding import Layout, make_mlp_layout
 
 
 class GatedMLP(nnx.Module):
     """Two projections around a gated activation, in bfloat16 with float32 sums; gate and up are one matmul.
 
     Args:
-        gate_up: bfloat16 `[2F, D]`, the gate's rows first.
+        gate_up: bfloat16 `[2, F, D]`, the gate first.
         down: bfloat16 `[D, F]`.
         activation: `Situ` or `SwiGLU`.
+        mesh: runs the layer over it, its width split over the mesh's ranks. Calls take and give global arrays.
+        tokens: with a mesh, "replicated" or "sharded"; see `load_layer`. options: `wire`, `split_shared`.
+        width_axis: the logical axis of the width: "mlp_ff", or "shared_ff" for the shared experts of an MoE layer.
 
     Raises:
-        ValueError: a dtype is not bfloat16, or the shapes do not belong together.
+        ValueError: a dtype is not bfloat16, the shapes do not belong together, or the mesh cannot split the width.
     """
 
-    def __init__(self, gate_up: Float[Array, "..."], down: Float[Array, "..."], *, activation: Activation) -> None:
-        if gate_up.ndim != 2 or gate_up.shape[0] % 2 or down.shape != (gate_up.shape[1], gate_up.shape[0] // 2):
-            raise ValueError(f"GatedMLP: gate_up {gate_up.shape} must be [2F, D] and down {down.shape} [D, F]")
+    def __init__(
+        self,
+        gate_up: Float[Array, "..."],
+        down: Float[Array, "..."],
+        *,
+        activation: Activation,
+        mesh: Mesh | None = None,
+        tokens: str = "replicated",
+        options: LoadOptions = DEFAULTS,
+        width_axis: str = "mlp_ff",
+    ) -> None:
+        if gate_up.ndim != 3 or gate_up.shape[0] != 2 or down.shape != (gate_up.shape[2], gate_up.shape[1]):
+            raise ValueError(f"GatedMLP: gate_up {gate_up.shape} must be [2, F, D] and down {down.shape} [D, F]")
         for name, weight in (("gate_up", gate_up), ("down", down)):
             if weight.dtype != jnp.bfloat16:
                 raise ValueError(f"GatedMLP: {name} must be bfloat16, not {weight.dtype}")
-        self.gate_up = nnx.Param(gate_up)
-        self.down = nnx.Param(down)
         self.activation = activation
+        self.layout = mlp_layout(down.shape[1], mesh, tokens, options)
+        self.gate_up = nnx.Param(gate_up, axes=(None, width_axis, "hidden"))
+        self.down = nnx.Param(down, axes=("hidden", width_axis))
+        place_parameters(self, self.layout)
 
     @classmethod
     def random(cls, hidden_size: int, width: int, *, activation: Activation, rngs: nnx.Rngs) -> "GatedMLP":
         """Random weights for `hidden_size` D and `width` F, of variance 1 / fan-in."""
-        gate_up = random_weight(rngs, (2 * width, hidden_size))
+        gate_up = random_weight(rngs, (2, width, hidden_size))
         return cls(gate_up, random_weight(rngs, (hidden_size, width)), activation=activation)
 
     def __call__(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "... d"]:
@@ -46,21 +65,40 @@ class GatedMLP(nnx.Module):
 
         `mask` is there so that dense and MoE layers are called alike: it only says what not to route.
         """
-        return self.trace(x, mask)["output"].reshape(x.shape)
+        return self.layout.unflat(self.trace(x, mask)["output"], x)
 
     def trace(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> dict[str, Array]:
         """The stages over flattened tokens: only `output [T, D]`, in the dtype of `x`."""
         check_tokens(x, mask, self.down.shape[0])
-        return {"output": self.project(to_bfloat16(x.reshape(-1, x.shape[-1]))).astype(x.dtype)}
+        return self.layout.run(GatedMLP._stages, parameter_specs, self, self.layout.flat(x, 1))
 
-    def project(self, x_TD: BFloat16[Array, "t d"]) -> BFloat16[Array, "t d"]:
-        """The MLP itself: `[T, D] -> [T, D]`, bfloat16 in and out."""
-        gate_up = linear(x_TD, self.gate_up[...])
-        return linear(apply_activation(self.activation, gate_up), self.down[...])
+    def _stages(self, x_TD: Float[Array, "t d"]) -> dict[str, Array]:
+        """One rank's `trace`."""
+        ranks = self.layout.ranks
+        _, y_TD = ranks.total(None, self.project(ranks.gather(to_bfloat16(x_TD))))
+        return {"output": to_bfloat16(y_TD).astype(x_TD.dtype)}
+
+    def project(self, x_TD: BFloat16[Array, "t d"]) -> Float[Array, "t d"]:
+        """The MLP with the weights at hand: `[T, D] -> [T, D]`, float32, a part of a sum where the width is split."""
+        gate_up = self.gate_up[...]
+        hidden_TF = apply_activation(self.activation, linear(x_TD, gate_up.reshape(-1, gate_up.shape[-1])))
+        return linear_sums(hidden_TF, self.down[...])
 
     def activation_probe(self, gate: BFloat16[Array, " p"], up: BFloat16[Array, " p"]) -> BFloat16[Array, " p"]:
         """This layer's activation on given values of gate and up: `[P], [P] -> [P]`."""
         return apply_activation(self.activation, jnp.stack([gate, up], axis=-1))[:, 0]
+
+
+def mlp_layout(width: int, mesh: Mesh | None, tokens: str, options: LoadOptions) -> Layout:
+    """The layout of a dense layer whose MLP is `width` wide; raises what `make_mlp_layout` raises."""
+    return make_mlp_layout(
+        width,
+        mesh,
+        tokens,
+        split_shared=options.split_shared,
+        wire=options.wire,
+        gpus_per_node=options.gpus_per_node,
+    )
 
 
 def check_tokens(x: Array, mask: Array | None, hidden_size: int) -> None:

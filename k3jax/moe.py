@@ -5,68 +5,26 @@ x [T, D] -- latent down-projection --> [T, L] -- routed experts, weighted sum --
          -- RMSNorm -- latent up-projection --> [T, D]   + shared experts (x)   = output [T, D]
 """
 
-import dataclasses
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float
 
 from k3jax.config import K3Config
-from k3jax.experts import RECIPES, FrozenExperts, Weights, routed_experts
+from k3jax.experts import RECIPES, FrozenExperts, Weights, gate_and_up_rows, routed_experts
 from k3jax.linear import linear, rms_norm
-from k3jax.mlp import GatedMLP, check_tokens, random_weight
+from k3jax.mlp import GatedMLP, check_tokens
+from k3jax.moe_arrays import AXES, MoEArrays, check_arrays, local_shapes
+from k3jax.options import DEFAULTS, LoadOptions
+from k3jax.parameters import parameter_specs, place_parameters
 from k3jax.routing import Router, Routing, pick_experts
-from pallas_kernels import Activation, KernelWeights, MXFP4Array, grouped_matmul, lay_out, quantize_mxfp4, select
+from pallas_kernels import Activation, grouped_matmul, lay_out, quantize_mxfp4, select
 from pallas_kernels.rounding import to_bfloat16
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoEArrays:
-    """An MoE layer's weights, (out, in) as checkpoints store them: bfloat16 but for the router's float32 bias.
-
-    Attributes:
-        router_weight: `[E, D]`. router_bias: float32 `[E]`.
-        latent_down: `[L, D]`, latent_up: `[D, L]`: both, or None where experts work on D itself.
-        latent_norm: `[L]`, or None.
-        shared_gate_up: `[2Fs, D]`, gate rows first, shared_down: `[D, Fs]`: both, or None without shared experts.
-        w13: `[E, 2F, L]`, gate (w1) rows first, and w2: `[E, L, F]`: MXFP4Array, or bfloat16 for recipe "bf16".
-    """
-
-    router_weight: Array
-    router_bias: Array
-    latent_down: Array | None = None
-    latent_norm: Array | None = None
-    latent_up: Array | None = None
-    shared_gate_up: Array | None = None
-    shared_down: Array | None = None
-    w13: Weights
-    w2: Weights
-
-    @classmethod
-    def random(cls, config: K3Config, *, packed: bool, rngs: nnx.Rngs) -> "MoEArrays":
-        """Random weights of variance 1 / fan-in; experts in MXFP4 when `packed`."""
-        hidden, latent, shared = config.hidden_size, config.latent_size, config.shared_intermediate_size
-        num_experts, width = config.num_experts, config.expert_width
-        assert num_experts is not None, "the config has no experts"
-        has_latent = config.routed_expert_hidden_size is not None
-
-        def experts(rows: int, columns: int) -> Weights:
-            w = random_weight(rngs, (num_experts, rows, columns))
-            return quantize_mxfp4(w) if packed else w
-
-        return cls(
-            router_weight=random_weight(rngs, (num_experts, hidden)),
-            router_bias=jnp.zeros(num_experts, jnp.float32),
-            latent_down=random_weight(rngs, (latent, hidden)) if has_latent else None,
-            latent_norm=jnp.ones(latent, jnp.bfloat16) if config.latent_moe_use_norm else None,
-            latent_up=random_weight(rngs, (hidden, latent)) if has_latent else None,
-            shared_gate_up=random_weight(rngs, (2 * shared, hidden)) if shared else None,
-            shared_down=random_weight(rngs, (hidden, shared)) if shared else None,
-            w13=experts(2 * width, latent),
-            w2=experts(latent, width),
-        )
+from sharding import Layout, make_layout
 
 
 class MoE(nnx.Module):
@@ -75,11 +33,13 @@ class MoE(nnx.Module):
     Args:
         config: sizes and switches. recipe: "bf16", "w4a16", "w4a8" or "w4a8_fp8".
         implementation: of `grouped_matmul`; None for the fastest that runs here.
-        allow_inexact: let that implementation round experts whose exponents span more than it can hold (it warns).
         arrays: the weights; or `rngs`, for random ones. Exactly one of the two.
+        mesh: runs the layer over it. Calls take and give global arrays.
+        tokens: with a mesh, "replicated" or "sharded"; see `load_layer`. options: see `LoadOptions`.
 
     Raises:
-        ValueError: the config has no experts, an argument is unknown, or an array has the wrong shape or dtype.
+        ValueError: the config has no experts, an argument is unknown, an array has the wrong shape or dtype, or the
+            mesh cannot split the layer.
         NotImplementedError: the named implementation cannot run here.
     """
 
@@ -89,9 +49,11 @@ class MoE(nnx.Module):
         *,
         recipe: str = "w4a16",
         implementation: str | None = None,
-        allow_inexact: bool = False,
         arrays: MoEArrays | None = None,
         rngs: nnx.Rngs | None = None,
+        mesh: Mesh | None = None,
+        tokens: str = "replicated",
+        options: LoadOptions = DEFAULTS,
     ) -> None:
         if config.num_experts is None:
             raise ValueError("MoE: the config has no num_experts; build a GatedMLP")
@@ -99,24 +61,32 @@ class MoE(nnx.Module):
             raise ValueError(f"MoE: {recipe=} is not one of {', '.join(RECIPES)}")
         if (arrays is None) == (rngs is None):
             raise ValueError("MoE: pass either arrays= or rngs=, for given or for random weights")
+        self.layout = moe_layout(config, recipe, mesh, tokens, options)
         if rngs is not None:
             arrays = MoEArrays.random(config, packed=RECIPES[recipe].packed, rngs=rngs)
         assert arrays is not None
-        _check_arrays(config, recipe, arrays)
-        place = functools.partial(lay_out, recipe=recipe, implementation=implementation, allow_inexact=allow_inexact)
-        w13, w2 = place(arrays.w13, gated=True), place(arrays.w2, gated=False)
-        for w in (w13, w2):
-            select.explain("grouped_matmul", implementation=implementation, w=w)  # raises now, not at the first call
+        check_arrays(config, arrays, packed=RECIPES[recipe].packed)
         self.config = config
         self.recipe = recipe
         self.implementation = implementation
         self.router = Router(arrays.router_weight, arrays.router_bias)
-        self.latent_down = _param(arrays.latent_down)
-        self.latent_norm = _param(arrays.latent_norm)
-        self.latent_up = _param(arrays.latent_up)
+        self.latent_down = _param(arrays, "latent_down")
+        self.latent_norm = _param(arrays, "latent_norm")
+        self.latent_up = _param(arrays, "latent_up")
         self.shared = _shared_experts(arrays, config.activation)
-        self.w13 = FrozenExperts(w13)
-        self.w2 = FrozenExperts(w2)
+        self.w13 = FrozenExperts(arrays.w13, axes=AXES["w13"])
+        self.w2 = FrozenExperts(arrays.w2, axes=AXES["w2"])
+        place_parameters(self, self.layout)
+        for experts, gated in ((self.w13, True), (self.w2, False)):
+            w = gate_and_up_rows(experts.get_value()) if gated else experts.get_value()
+            laid_out = lay_out(
+                w, recipe=recipe, implementation=implementation, allow_inexact=options.allow_inexact, gated=gated
+            )
+            if laid_out is not w:
+                experts.set_value(laid_out)
+            select.explain(
+                "grouped_matmul", implementation=implementation, w=laid_out
+            )  # raises now, not at the first call
 
     def __call__(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "... d"]:
         """`[..., D] -> [..., D]` in the dtype of `x` (bfloat16, float16 or float32).
@@ -124,7 +94,7 @@ class MoE(nnx.Module):
         The router reads `x` as it is; everything else works on `x` rounded to bfloat16. Tokens whose bool `mask [...]`
         is False are routed to no expert and only get the shared experts' output.
         """
-        return self.trace(x, mask)["output"].reshape(x.shape)
+        return self.layout.unflat(self.trace(x, mask)["output"], x)
 
     def trace(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> dict[str, Array]:
         """Every stage of the layer over flattened tokens, in order; a part that the layer lacks has no entry.
@@ -133,36 +103,56 @@ class MoE(nnx.Module):
         expert_sum `[T, L]`, normed_latent `[T, L]`, shared `[T, D]`, all bfloat16, and output `[T, D]` in `x`'s dtype.
         """
         check_tokens(x, mask, self.config.hidden_size)
-        x_TD = x.reshape(-1, x.shape[-1])
+        return self._run(MoE._stages, self.layout.flat(x, 1), mask)
+
+    def _stages(self, x_TD: Array, mask: Array | None) -> dict[str, Array]:
+        """One rank's `trace`: of its tokens, with its parameters."""
+        ranks = self.layout.ranks
         stages = {"router_logits": self.router.logits(x_TD)}
         routing = self._pick(stages["router_logits"], mask)
         stages |= {"expert_ids": routing.ids, "expert_weights": routing.weights}
 
-        x_TD = to_bfloat16(x_TD)
+        dtype, x_TD = x_TD.dtype, to_bfloat16(x_TD)
         if self.latent_down is not None:
             stages["latent"] = linear(x_TD, self.latent_down[...])
-        y = stages["expert_sum"] = self._experts(stages.get("latent", x_TD), routing)
+        y = self._experts(stages.get("latent", x_TD), routing)
+        shared = None if self.shared is None else self.shared.project(ranks.gather(x_TD))
+        y, shared = ranks.total(y, shared)
+        y = stages["expert_sum"] = to_bfloat16(y)
         if self.latent_norm is not None:
             y = stages["normed_latent"] = rms_norm(y, self.latent_norm[...], self.config.rms_norm_eps)
         if self.latent_up is not None:
             y = linear(y, self.latent_up[...])
-        if self.shared is not None:
-            stages["shared"] = self.shared.project(x_TD)
+        if shared is not None:
+            stages["shared"] = to_bfloat16(shared)
             y = to_bfloat16(y.astype(jnp.float32) + stages["shared"].astype(jnp.float32))
-        stages["output"] = y.astype(x.dtype)
+        stages["output"] = y.astype(dtype)
         return stages
 
     def route(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> Routing:
         """The picks alone: `[..., D] -> Routing` over flattened tokens; ids are -1 where `mask` is False."""
         check_tokens(x, mask, self.config.hidden_size)
-        return self._pick(self.router.logits(x.reshape(-1, x.shape[-1])), mask)
+        return self._run(MoE._route, self.layout.flat(x, 1), mask)
 
-    def routed(self, x: Float[Array, "... d"], routing: Routing) -> BFloat16[Array, "t l"]:
-        """The experts' weighted sum for given picks, before the norm: `[..., D] -> [T, L]` (D without a latent)."""
+    def _route(self, x_TD: Array, mask: Array | None) -> Routing:
+        return self._pick(self.router.logits(x_TD), mask)
+
+    def routed(
+        self, x: Float[Array, "... d"], routing: Routing, dtype: jax.typing.DTypeLike = jnp.bfloat16
+    ) -> Float[Array, "t l"]:
+        """The experts' weighted sum for given picks, before the norm: `[..., D] -> [T, L]` (D without a latent).
+
+        Rounded to bfloat16 as in the layer, or as the sum is with `dtype=jnp.float32`.
+        """
         check_tokens(x, None, self.config.hidden_size)
-        x_TD = to_bfloat16(x.reshape(-1, x.shape[-1]))
+        sums_TL = self.layout.run(MoE._routed, parameter_specs, self, self.layout.flat(x, 1), *routing)
+        return to_bfloat16(sums_TL) if dtype == jnp.bfloat16 else sums_TL.astype(dtype)
+
+    def _routed(self, x_TD: Array, ids: Array, weights: Array) -> Array:
+        x_TD = to_bfloat16(x_TD)
         latent_TL = x_TD if self.latent_down is None else linear(x_TD, self.latent_down[...])
-        return self._experts(latent_TL, routing)
+        (sums_TL,) = self.layout.ranks.total(self._experts(latent_TL, Routing(ids, weights)))
+        return sums_TL
 
     def activation_probe(self, gate: BFloat16[Array, " p"], up: BFloat16[Array, " p"]) -> BFloat16[Array, " p"]:
         """This layer's fused activation on given gate and up, `[P], [P] -> [P]`: an identity matrix as the expert."""
@@ -186,61 +176,54 @@ class MoE(nnx.Module):
                 return identity
             return lay_out(quantize_mxfp4(identity), recipe="w4a16", gated=True, implementation=self.implementation)
 
+    def _run(self, body: Callable[..., Any], x_TD: Array, mask: Array | None) -> Any:
+        """`body(self, x, mask)` on every rank. Tokens added to share them evenly are masked."""
+        layout = self.layout
+        if mask is not None:
+            mask = layout.flat(mask, 0)
+        elif layout.adds_tokens(x_TD.shape[0]):
+            mask = jnp.ones(x_TD.shape[0], jnp.bool_)
+        return layout.run(body, parameter_specs, self, x_TD, mask)
+
     def _pick(self, logits_TE: Array, mask: Array | None) -> Routing:
-        return pick_experts(logits_TE, self.router.bias[...], self.config, None if mask is None else mask.reshape(-1))
+        return pick_experts(logits_TE, self.router.bias[...], self.config, mask)
 
     def _experts(self, latent_TL: Array, routing: Routing) -> Array:
-        return routed_experts(
-            latent_TL,
-            routing,
-            self.w13.get_value(),
-            self.w2.get_value(),
+        """The routed experts' sums in float32, of this rank's tokens; with replicated tokens its part of them."""
+        ranks, w13, w2 = self.layout.ranks, gate_and_up_rows(self.w13.get_value()), self.w2.get_value()
+        arrived = ranks.dispatch(latent_TL, routing.ids, routing.weights, w13.shape[0])
+        sums = routed_experts(
+            arrived.rows,
+            Routing(arrived.ids, arrived.weights),
+            w13,
+            w2,
             activation=self.config.activation,
             recipe=self.recipe,
             implementation=self.implementation,
+            ranks=ranks,
         )
+        return ranks.combine(sums, arrived)
 
 
-def _param(array: Array | None) -> nnx.Param | None:
-    return None if array is None else nnx.Param(array)
+def _param(arrays: MoEArrays, name: str) -> nnx.Param | None:
+    array = getattr(arrays, name)
+    return None if array is None else nnx.Param(array, axes=AXES[name])
 
 
 def _shared_experts(arrays: MoEArrays, activation: Activation) -> GatedMLP | None:
     if arrays.shared_gate_up is None or arrays.shared_down is None:
         return None
-    return GatedMLP(arrays.shared_gate_up, arrays.shared_down, activation=activation)
+    return GatedMLP(arrays.shared_gate_up, arrays.shared_down, activation=activation, width_axis="shared_ff")
 
 
-def _check_arrays(config: K3Config, recipe: str, arrays: MoEArrays) -> None:
-    """Raises ValueError unless every array is there exactly when the config says so, in its shape and dtype."""
-    hidden, latent, shared, width = (
-        config.hidden_size,
-        config.latent_size,
-        config.shared_intermediate_size,
-        config.expert_width,
+def moe_layout(config: K3Config, recipe: str, mesh: Mesh | None, tokens: str, options: LoadOptions) -> Layout:
+    """The layout of an MoE layer.
+
+    Raises:
+        ValueError: the mesh or an option is wrong, or something cannot be split evenly over that mesh.
+    """
+    layout = make_layout(
+        mesh, tokens, split_shared=options.split_shared, transport=options.transport, wire=options.wire
     )
-    has_latent = config.routed_expert_hidden_size is not None
-    expected = {
-        "latent_down": (latent, hidden) if has_latent else None,
-        "latent_norm": (latent,) if config.latent_moe_use_norm else None,
-        "latent_up": (hidden, latent) if has_latent else None,
-        "shared_gate_up": (2 * shared, hidden) if shared else None,
-        "shared_down": (hidden, shared) if shared else None,
-        "router_weight": (config.num_experts, hidden),
-        "router_bias": (config.num_experts,),
-        "w13": (config.num_experts, 2 * width, latent),
-        "w2": (config.num_experts, latent, width),
-    }
-    for name, shape in expected.items():
-        array = getattr(arrays, name)
-        found = None if array is None else tuple(array.shape)
-        if found != shape:
-            raise ValueError(f"MoE: {name} has shape {found}, but the config asks for {shape}")
-        if isinstance(array, MXFP4Array | KernelWeights) or name == "router_bias" or array is None:
-            continue
-        if array.dtype != jnp.bfloat16:
-            raise ValueError(f"MoE: {name} must be bfloat16, not {array.dtype}")
-    for name in ("w13", "w2"):
-        if isinstance(getattr(arrays, name), MXFP4Array | KernelWeights) != RECIPES[recipe].packed:
-            wanted = "an MXFP4Array" if RECIPES[recipe].packed else "a bfloat16 array (MXFP4Array.dequantize gives one)"
-            raise ValueError(f"MoE: {name} must be {wanted} for {recipe=}")
+    local_shapes(config, layout.sizes, layout.rules, packed=RECIPES[recipe].packed)
+    return layout

@@ -44,8 +44,8 @@ class Router(nnx.Module):
             raise ValueError(
                 f"Router: weight is {weight.dtype} and bias {bias.dtype}; they must be bfloat16 and float32"
             )
-        self.weight = nnx.Param(weight)
-        self.bias = nnx.Param(bias)
+        self.weight = nnx.Param(weight, axes=(None, "hidden"))
+        self.bias = nnx.Param(bias, axes=(None,))
 
     def logits(self, x: Float[Array, "t d"]) -> Float[Array, "t e"]:
         """`x @ weight.T` with `x` as given: the products and sums in float32 for any input dtype."""

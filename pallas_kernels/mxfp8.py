@@ -108,13 +108,15 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None = None) -> TokenScaledArray:
+def quantize_fp8_token(
+    x: Float[Array, "... k"], *, amax: Float[Array, "... 1"] | None = None, implementation: str | None = None
+) -> TokenScaledArray:
     """Encodes `x [..., K]` (any float dtype) in E4M3 with one scale a token, nearest values, ties to even.
 
     The scale is `2^ceil(log2(amax / 448))` (at least 2^-126), not `amax / 448`: E4M3 is as precise at either, and a
     power of two divides exactly. By another number bfloat16 rows meet many exact ties, which go one way or the other
     with the last bit of the backend's division. Any scale is as good to read. A token that holds an infinity or a NaN
-    has scale NaN, so all its values read as NaN.
+    has scale NaN, so all its values read as NaN. Where `x` is a part of each token only, `amax` is the whole token's.
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
@@ -124,7 +126,7 @@ def quantize_fp8_token(x: Float[Array, "... k"], *, implementation: str | None =
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")
     x = x.astype(jnp.float32)
-    byte = e8m0.scale_bytes(x, LARGEST)[..., None]
+    byte = e8m0.scale_bytes(x if amax is None else amax.astype(jnp.float32), LARGEST)[..., None]
     poisoned = byte == e8m0.NAN_BYTE
     exponent = jnp.maximum(byte.astype(jnp.int32) - e8m0.BIAS, -126)  # a subnormal scale would be flushed when used
     power = e8m0.times_power_of_two(jnp.ones(byte.shape, jnp.float32), exponent)

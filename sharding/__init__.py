@@ -1,6 +1,24 @@
-"""Meshes, and how parameters are laid out on them. Moves arrays; knows nothing of experts' mathematics."""
+"""Meshes, how parameters and tokens lie on them, and what moves between ranks. Knows no experts' mathematics."""
 
+from sharding.dispatch import Arrived, Ranks
+from sharding.layout import Layout, make_layout, make_mlp_layout, mesh_sizes
 from sharding.mesh import AXES, MeshSizes, make_mesh, parse_mesh
-from sharding.rules import AxisRules, local_shape, mesh_axes
+from sharding.rules import AxisRules, layout_rules, local_shape, mesh_axes, partition_spec
 
-__all__ = ["AXES", "AxisRules", "MeshSizes", "local_shape", "make_mesh", "mesh_axes", "parse_mesh"]
+__all__ = [
+    "AXES",
+    "Arrived",
+    "AxisRules",
+    "Layout",
+    "MeshSizes",
+    "Ranks",
+    "layout_rules",
+    "local_shape",
+    "make_layout",
+    "make_mesh",
+    "make_mlp_layout",
+    "mesh_axes",
+    "mesh_sizes",
+    "parse_mesh",
+    "partition_spec",
+]

@@ -1,9 +1,13 @@
-"""Which mesh axes split which logical axis of a parameter. Model code names logical axes only."""
+"""Which mesh axes split which logical axis of a parameter or of tokens. Model code names logical axes only."""
 
 import dataclasses
 import math
 
+from jax.sharding import PartitionSpec
+
 from sharding.mesh import AXES, MeshSizes
+
+TOKEN_LAYOUTS = ("replicated", "sharded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -11,16 +15,20 @@ class AxisRules:
     """The mesh axes over which each logical axis is split; an empty tuple replicates it.
 
     Attributes:
+        tokens: the rows that layers are called with. Groups along `data` never exchange anything.
         expert: routed experts, contiguous ranges a rank.
         expert_ff: F of the routed experts.
+        expert_part: one entry for every rank's part of every expert.
         shared_ff: the shared experts' width, over both axes together: split over one only, each rank of the other
             would add the same whole output again.
         mlp_ff: the width of a dense layer's MLP.
         hidden, latent: D and L, always whole.
     """
 
+    tokens: tuple[str, ...] = ("data",)
     expert: tuple[str, ...] = ("expert",)
     expert_ff: tuple[str, ...] = ("tensor",)
+    expert_part: tuple[str, ...] = ("expert", "tensor")
     shared_ff: tuple[str, ...] = ("expert", "tensor")
     mlp_ff: tuple[str, ...] = ("expert", "tensor")
     hidden: tuple[str, ...] = ()
@@ -31,6 +39,24 @@ class AxisRules:
             for axis in getattr(self, field.name):
                 if axis not in AXES:
                     raise ValueError(f"AxisRules: {field.name} names {axis!r}; mesh axes are {', '.join(AXES)}")
+
+
+def layout_rules(tokens: str, split_shared: bool = False) -> AxisRules:
+    """The rules for tokens "replicated", alike on all ranks of `expert` and `tensor`, or "sharded" over `expert`.
+
+    Where tokens are sharded, shared experts and dense layers are whole on every rank unless `split_shared`.
+
+    Raises:
+        ValueError: the layout is unknown, or `split_shared` is asked for where they are always split.
+    """
+    if tokens not in TOKEN_LAYOUTS:
+        raise ValueError(f"{tokens=} is not one of {', '.join(TOKEN_LAYOUTS)}")
+    if tokens == "replicated":
+        if split_shared:
+            raise ValueError("split_shared=True is for tokens='sharded'; replicated tokens always split shared experts")
+        return AxisRules()
+    spread = AxisRules(tokens=("data", "expert"))
+    return spread if split_shared else dataclasses.replace(spread, shared_ff=(), mlp_ff=())
 
 
 def mesh_axes(logical_axes: tuple[str | None, ...], rules: AxisRules) -> tuple[tuple[str, ...], ...]:
@@ -49,6 +75,11 @@ def mesh_axes(logical_axes: tuple[str | None, ...], rules: AxisRules) -> tuple[t
         if used.count(axis) > 1:
             raise ValueError(f"logical axes {logical_axes} collide: more than one is split over mesh axis {axis!r}")
     return axes
+
+
+def partition_spec(logical_axes: tuple[str | None, ...], rules: AxisRules) -> PartitionSpec:
+    """`mesh_axes` as JAX wants it; raises what that raises."""
+    return PartitionSpec(*(axes or None for axes in mesh_axes(logical_axes, rules)))
 
 
 def local_shape(

@@ -61,11 +61,11 @@ def checkpoint_tensors(arrays: MoEArrays) -> dict[str, np.ndarray]:
     }
     found = {name: np.asarray(array) for name, array in tensors.items() if array is not None}
     if arrays.shared_gate_up is not None:
-        gate, up = np.split(np.asarray(arrays.shared_gate_up), 2)
+        gate, up = np.asarray(arrays.shared_gate_up)
         found |= {f"{moe}shared_experts.gate_proj.weight": gate, f"{moe}shared_experts.up_proj.weight": up}
     for e in range(arrays.w13.shape[0]):
         for suffix, w13, w2 in _leaves(arrays.w13, arrays.w2):
-            w1, w3 = np.split(np.asarray(w13[e]), 2)
+            w1, w3 = np.asarray(w13[e])
             for name, matrix in (("w1", w1), ("w3", w3), ("w2", np.asarray(w2[e]))):
                 found[f"{moe}experts.{e}.{name}.{suffix}"] = matrix
     return found

@@ -125,7 +125,7 @@ def test_a_mistake_is_status_2(tmp_path: Path) -> None:
     for arguments, message in (
         ((tmp_path / "nowhere",), "is not a folder"),
         ((folder, "--mesh", "experts=8"), "must be AXIS=SIZE"),
-        ((folder, "--mesh", "expert=3"), "mlp_ff of size 160 cannot be split evenly over 3 devices"),
+        ((folder, "--mesh", "expert=3"), "expert of size 4 cannot be split evenly over 3 devices"),
         ((folder, "--mesh", "tensor=2"), "MXFP4 needs multiples of 32"),
         ((folder, "--json", tmp_path / "no" / "out.json"), "is not a folder"),
     ):

@@ -10,7 +10,7 @@ import pytest
 from layers import checkpoint_tensors, random_arrays, random_tokens, small_config
 from numerics import relative_l2
 
-from k3jax import MoE
+from k3jax import LoadOptions, MoE
 from k3jax.compare.tolerances import limits
 from k3jax.reference import oracle_trace
 from pallas_kernels import KernelWeights, MXFP4Array, explain
@@ -68,7 +68,9 @@ def test_exponents_that_the_kernel_cannot_hold(caplog: pytest.LogCaptureFixture)
     passed_over = MoE(CONFIG, recipe="w4a16", arrays=arrays)
     assert isinstance(passed_over.w13.get_value(), MXFP4Array)
     with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
-        rounded = MoE(CONFIG, recipe="w4a16", implementation="mosaic", allow_inexact=True, arrays=arrays)
+        rounded = MoE(
+            CONFIG, recipe="w4a16", implementation="mosaic", options=LoadOptions(allow_inexact=True), arrays=arrays
+        )
     assert "the worst, expert 3" in caplog.text
     x = random_tokens((64, 256))
     assert relative_l2(call(rounded, x), call(passed_over, x)) < limits("oracle", "w4a16").relative_l2

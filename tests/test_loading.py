@@ -15,9 +15,10 @@ from flax import nnx
 
 from k3jax.checkpoint import Checkpoint, LayerTensors
 from k3jax.checkpoint.synthetic import write_checkpoint
-from k3jax.loading import LoadOptions, load_layer
+from k3jax.loading import load_layer
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
+from k3jax.options import LoadOptions
 from pallas_kernels import MXFP4Array, Situ, quantize_mxfp4
 
 DATA = Path(__file__).parent / "data"
@@ -55,8 +56,8 @@ def test_a_dense_layer_is_a_gated_mlp(folder: Path) -> None:
     assert isinstance(layer, GatedMLP)
     tensors = Checkpoint.open(folder).read_layer(0)
     gate_up = values(layer.gate_up)
-    np.testing.assert_array_equal(gate_up[:160], tensors["mlp.gate_proj.weight"])
-    np.testing.assert_array_equal(gate_up[160:], tensors["mlp.up_proj.weight"])
+    np.testing.assert_array_equal(gate_up[0], tensors["mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(gate_up[1], tensors["mlp.up_proj.weight"])
     np.testing.assert_array_equal(values(layer.down), tensors["mlp.down_proj.weight"])
     assert layer.activation == Situ(4.0, 25.0)
 
@@ -79,8 +80,8 @@ def test_everything_but_the_experts_is_the_same_in_each_recipe(recipe: str, fold
         np.testing.assert_array_equal(values(variable), stored)
     assert layer.shared is not None
     gate_up = values(layer.shared.gate_up)
-    np.testing.assert_array_equal(gate_up[: 2 * WIDTH], tensors[f"{STEM}shared_experts.gate_proj.weight"])
-    np.testing.assert_array_equal(gate_up[2 * WIDTH :], tensors[f"{STEM}shared_experts.up_proj.weight"])
+    np.testing.assert_array_equal(gate_up[0], tensors[f"{STEM}shared_experts.gate_proj.weight"])
+    np.testing.assert_array_equal(gate_up[1], tensors[f"{STEM}shared_experts.up_proj.weight"])
     np.testing.assert_array_equal(values(layer.shared.down), tensors[f"{STEM}shared_experts.down_proj.weight"])
 
 
@@ -91,13 +92,13 @@ def test_packed_experts_stay_as_they_are(recipe: str, folder: Path) -> None:
     w13, w2 = layer.w13.get_value(), layer.w2.get_value()
     assert isinstance(w13, MXFP4Array)
     assert isinstance(w2, MXFP4Array)
-    assert w13.shape == (EXPERTS, 2 * WIDTH, LATENT)
+    assert w13.shape == (EXPERTS, 2, WIDTH, LATENT)
     assert w2.shape == (EXPERTS, LATENT, WIDTH)
     for expert in range(EXPERTS):
         stem = f"{STEM}experts.{expert}."
         for kind, w13_part, w2_part in (("packed", w13.codes, w2.codes), ("scale", w13.scales, w2.scales)):
-            np.testing.assert_array_equal(w13_part[expert, :WIDTH], tensors[f"{stem}w1.weight_{kind}"])
-            np.testing.assert_array_equal(w13_part[expert, WIDTH:], tensors[f"{stem}w3.weight_{kind}"])
+            np.testing.assert_array_equal(w13_part[expert, 0], tensors[f"{stem}w1.weight_{kind}"])
+            np.testing.assert_array_equal(w13_part[expert, 1], tensors[f"{stem}w3.weight_{kind}"])
             np.testing.assert_array_equal(w2_part[expert], tensors[f"{stem}w2.weight_{kind}"])
 
 
@@ -108,8 +109,8 @@ def test_recipe_bf16_dequantises_packed_experts(folder: Path) -> None:
     assert w13.dtype == w2.dtype == ml_dtypes.bfloat16
     for expert in range(EXPERTS):
         stem = f"{STEM}experts.{expert}."
-        np.testing.assert_array_equal(w13[expert, :WIDTH].astype(np.float64), dequantized(tensors, f"{stem}w1"))
-        np.testing.assert_array_equal(w13[expert, WIDTH:].astype(np.float64), dequantized(tensors, f"{stem}w3"))
+        np.testing.assert_array_equal(w13[expert, 0].astype(np.float64), dequantized(tensors, f"{stem}w1"))
+        np.testing.assert_array_equal(w13[expert, 1].astype(np.float64), dequantized(tensors, f"{stem}w3"))
         np.testing.assert_array_equal(w2[expert].astype(np.float64), dequantized(tensors, f"{stem}w2"))
 
 
@@ -124,7 +125,7 @@ def test_recipe_bf16_takes_plain_experts(dtype: str, tmp_path: Path, caplog: pyt
         w1, w3, down = (
             tensors[f"{STEM}experts.{expert}.{name}.weight"].astype(ml_dtypes.bfloat16) for name in ("w1", "w3", "w2")
         )
-        np.testing.assert_array_equal(w13[expert], np.concatenate([w1, w3]))
+        np.testing.assert_array_equal(w13[expert], np.stack([w1, w3]))
         np.testing.assert_array_equal(w2[expert], down)
     said = [record.getMessage() for record in caplog.records if "rounded" in record.getMessage()]
     assert len(said) == (dtype != "BF16")
@@ -141,10 +142,11 @@ def test_plain_experts_are_quantised_only_when_asked(recipe: str, tmp_path: Path
     for attribute, parts in (("w13", ("w1", "w3")), ("w2", ("w2",))):
         plain = np.stack(
             [
-                np.concatenate([tensors[f"{STEM}experts.{expert}.{part}.weight"] for part in parts])
+                np.stack([tensors[f"{STEM}experts.{expert}.{part}.weight"] for part in parts])
                 for expert in range(EXPERTS)
             ]
         )
+        plain = plain if len(parts) > 1 else plain[:, 0]
         expected = quantize_mxfp4(jnp.asarray(plain.astype(ml_dtypes.bfloat16)))
         found = getattr(layer, attribute).get_value()
         np.testing.assert_array_equal(found.codes, expected.codes)
@@ -232,7 +234,7 @@ def test_a_config_without_latent_and_shared_experts(tmp_path: Path) -> None:
     }
     layer = moe_layer(write_checkpoint(tmp_path / "x", published))
     assert layer.latent_down is layer.latent_up is layer.latent_norm is layer.shared is None
-    assert layer.w13.get_value().shape == (4, 64, 64)
+    assert layer.w13.get_value().shape == (4, 2, 32, 64)
 
 
 @pytest.mark.parametrize(("config", "plain"), [("k3-config.json", None), ("k3-0.40b-config.json", "F32")])

@@ -60,7 +60,7 @@ def test_packed_dense_weights(folder: Path, recipe: str) -> None:
     assert moe.latent_up is not None
     for name, weight in (
         (f"{PREFIX}routed_expert_up_proj", moe.latent_up[...]),
-        (f"{DENSE}gate_proj", dense.gate_up[: dense.gate_up.shape[0] // 2]),
+        (f"{DENSE}gate_proj", dense.gate_up[0]),
     ):
         codes, scales = (stored[f"{name}.weight_{part}"][1] for part in ("packed", "scale"))
         nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
@@ -95,7 +95,7 @@ def test_the_nvfp4_release_runs_in_bf16(folder: Path, caplog: pytest.LogCaptureF
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
     exact = E2M1[nibbles] * np.repeat(scales.astype(np.float64), 16, -1) * np.float64(scale)
     assert isinstance(layer, MoE)
-    found = np.asarray(layer.w13[2, 32:]).astype(np.float64)
+    found = np.asarray(layer.w13[2, 1]).astype(np.float64)
     np.testing.assert_allclose(found, exact, rtol=2**-8)
     assert np.abs(found / np.where(exact == 0, 1, exact)).max() < 1.01
     assert inspect_checkpoint(folder, MeshSizes()).problems.ok

@@ -11,7 +11,7 @@ import pytest
 from layers import random_arrays, random_tokens, small_config
 from numerics import assert_same_bits, relative_l2
 
-from k3jax import MoE
+from k3jax import LoadOptions, MoE
 from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout, lay_out, select
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_hopper
@@ -24,8 +24,15 @@ PACKED = ("w4a16", "w4a8", "w4a8_fp8")
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device that says it can run the kernel, and the kernel's product by `xla` from the weights it was given."""
 
-    def stand_in(x: Any, w: KernelWeights, group_sizes: jax.Array, *, activation: Any) -> jax.Array:
-        return public_grouped_matmul(x, from_kernel_layout(w), group_sizes, activation=activation, implementation="xla")
+    def stand_in(x: Any, w: KernelWeights, group_sizes: jax.Array, *, activation: Any, out_format: str) -> Any:
+        return public_grouped_matmul(
+            x,
+            from_kernel_layout(w),
+            group_sizes,
+            activation=activation,
+            out_format=out_format,
+            implementation="xla",
+        )
 
     monkeypatch.setattr(select, "why_not_hopper", lambda: None)
     monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
@@ -39,7 +46,7 @@ def experts(groups: int = 4, n: int = 256, k: int = 256) -> MXFP4Array:
 
 def with_wide_exponents(w: MXFP4Array) -> MXFP4Array:
     """Expert 3 spans scale bytes 0 to 183: more than the kernel holds."""
-    return MXFP4Array(w.codes, (w.scales + 60).at[3, 5, 1].set(0))
+    return MXFP4Array(w.codes, (w.scales + 60).at[3, ..., 5, 1].set(0))
 
 
 @pytest.mark.usefixtures("hopper")
@@ -129,4 +136,6 @@ def test_a_layer_whose_experts_do_not_fit_says_so_when_it_is_built() -> None:
     with pytest.raises(NotImplementedError, match="expert 3"):
         MoE(CONFIG, recipe="w4a16", implementation="mosaic", arrays=wide)
     assert isinstance(MoE(CONFIG, recipe="w4a16", arrays=wide).w13.get_value(), MXFP4Array)
-    assert isinstance(MoE(CONFIG, recipe="w4a16", allow_inexact=True, arrays=wide).w13.get_value(), KernelWeights)
+    assert isinstance(
+        MoE(CONFIG, recipe="w4a16", options=LoadOptions(allow_inexact=True), arrays=wide).w13.get_value(), KernelWeights
+    )

@@ -18,8 +18,9 @@ from k3jax import GatedMLP, MoE, load_layer, save_layer, save_layers
 from k3jax.checkpoint import Checkpoint
 from k3jax.checkpoint.synthetic import default_checkpoint, synthetic_config, write_checkpoint
 from k3jax.compare import run
+from k3jax.experts import gate_and_up_rows
 from k3jax.inspection.summary import inspect_checkpoint
-from pallas_kernels import SwiGLU, to_kernel_layout
+from pallas_kernels import MXFP4Array, SwiGLU, to_kernel_layout
 from sharding import MeshSizes
 
 SMALL = small_config(moe_intermediate_size=128)
@@ -102,8 +103,10 @@ def test_a_layer_without_a_checkpoint_gets_a_config_of_its_own(
 def test_experts_in_a_kernel_s_layout_are_saved_as_they_were_read(tmp_path: Path) -> None:
     layer = random_layer(SMALL, "w4a16")
     expected = tensors(save_layer(layer, tmp_path / "plain", index=1, source=SMALL))
-    layer.w13.set_value(to_kernel_layout(layer.w13.get_value(), recipe="w4a16", gated=True))
-    layer.w2.set_value(to_kernel_layout(layer.w2.get_value(), recipe="w4a16", gated=False))
+    for experts, gated in ((layer.w13, True), (layer.w2, False)):
+        w = gate_and_up_rows(experts.get_value()) if gated else experts.get_value()
+        assert isinstance(w, MXFP4Array)
+        experts.set_value(to_kernel_layout(w, recipe="w4a16", gated=gated))
     assert_equal_tensors(tensors(save_layer(layer, tmp_path / "laid-out", index=1, source=SMALL)), expected)
 
 

@@ -19,7 +19,8 @@ from k3jax.compare.capture import Capture
 from k3jax.compare.layer import Array, LayerComparison, compare_layer
 from k3jax.compare.tolerances import Against
 from k3jax.experts import RECIPES
-from k3jax.loading import LoadOptions, load_layer
+from k3jax.loading import load_layer
+from k3jax.options import LoadOptions
 from k3jax.outputs import jsonable
 from pallas_kernels import select
 

@@ -24,8 +24,8 @@ def moe_output(
     """
     expert_weights = _expert_weights(weights, x, config, ids)
     latent = x @ weights["latent_down"].T if "latent_down" in weights else x
-    gate_up = jnp.einsum("tl,enl->ten", latent, weights["w13"])
-    y = jnp.einsum("te,tef,elf->tl", expert_weights, _gated(gate_up, config.activation), weights["w2"])
+    gate, up = jnp.einsum("tl,epfl->ptef", latent, weights["w13"])
+    y = jnp.einsum("te,tef,elf->tl", expert_weights, config.activation(gate, up), weights["w2"])
     if "latent_norm" in weights:
         y = (
             weights["latent_norm"][None, :]
@@ -40,15 +40,11 @@ def moe_output(
 
 
 def mlp_output(
-    gate_up: Float[Array, "two_f d"], down: Float[Array, "d f"], x: Float[Array, "t d"], activation: Activation
+    gate_up: Float[Array, "2 f d"], down: Float[Array, "d f"], x: Float[Array, "t d"], activation: Activation
 ) -> Float[Array, "t d"]:
     """The gated MLP of a dense layer and of the shared experts, `[T, D] -> [T, D]`."""
-    return _gated(x @ gate_up.T, activation) @ down.T
-
-
-def _gated(gate_up: Array, activation: Activation) -> Array:
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return activation(gate, up)
+    gate, up = jnp.einsum("td,pfd->ptf", x, gate_up)
+    return activation(gate, up) @ down.T
 
 
 def _expert_weights(weights: Mapping[str, Array], x: Array, config: K3Config, ids: Array) -> Array:

@@ -1,11 +1,14 @@
 """How many bytes of weights each device of a mesh holds, from a config alone. Activations are not counted."""
 
 import dataclasses
+import math
 
 from k3jax.config import K3Config
+from k3jax.moe_arrays import local_shapes
+from k3jax.options import DEFAULTS
 from pallas_kernels.e8m0 import BLOCK
-from sharding.mesh import MeshSizes
-from sharding.rules import local_shape
+from sharding import AxisRules, MeshSizes
+from sharding.mlp_tp import mlp_tp
 
 _BF16, _F32 = 2, 4
 
@@ -61,31 +64,24 @@ def model_memory(config: K3Config, sizes: MeshSizes, *, packed: bool) -> ModelMe
 
 
 def dense_memory(config: K3Config, sizes: MeshSizes) -> LayerMemory:
-    """One dense layer: gate, up and down projections `[I, D]` in bfloat16, split along I."""
-    width, hidden = local_shape((config.intermediate_size, config.hidden_size), ("mlp_ff", "hidden"), sizes)
-    return LayerMemory(dense=3 * width * hidden * _BF16)
+    """One dense layer: gate, up and down projections `[I, D]` in bfloat16, split along I as far as it goes."""
+    shards = mlp_tp(False, sizes.expert * sizes.tensor, DEFAULTS.gpus_per_node, config.intermediate_size)
+    return LayerMemory(dense=3 * (config.intermediate_size // shards) * config.hidden_size * _BF16)
 
 
 def moe_memory(config: K3Config, sizes: MeshSizes, *, packed: bool) -> LayerMemory:
     """One MoE layer: w1, w2 and w3 of the device's experts, its slice of the shared experts, the rest whole."""
-    num_experts, hidden, latent = config.num_experts, config.hidden_size, config.latent_size
-    assert num_experts is not None, "the config has no experts"
-    shape = (num_experts, config.expert_width, latent)
-    experts, width, depth = local_shape(shape, ("expert", "expert_ff", "latent"), sizes)
-    if packed and (width % BLOCK or depth % BLOCK):
-        raise ValueError(
-            f"an expert's width of {config.expert_width} split over tensor={sizes.tensor} leaves {width} a device, by "
-            f"{depth} inputs; MXFP4 needs multiples of {BLOCK}"
-        )
-    elements = 3 * experts * width * depth
-    projections = 2 * latent * hidden if config.routed_expert_hidden_size is not None else 0
-    norm = latent if config.latent_moe_use_norm else 0
-    shared = 0
-    if config.num_shared_experts:
-        (shared,) = local_shape((config.shared_intermediate_size,), ("shared_ff",), sizes)
+    elements = {
+        name: math.prod(shape) for name, shape in local_shapes(config, sizes, AxisRules(), packed=packed).items()
+    }
+
+    def total(prefix: str) -> int:
+        return sum(count for name, count in elements.items() if name.startswith(prefix))
+
+    experts = total("w")
     return LayerMemory(
-        routed_experts=elements // 2 + elements // BLOCK if packed else elements * _BF16,
-        shared_experts=3 * shared * hidden * _BF16,
-        latent=(projections + norm) * _BF16,
-        router=num_experts * (hidden * _BF16 + _F32),
+        routed_experts=experts // 2 + experts // BLOCK if packed else experts * _BF16,
+        shared_experts=total("shared") * _BF16,
+        latent=total("latent") * _BF16,
+        router=elements["router_weight"] * _BF16 + elements["router_bias"] * _F32,
     )

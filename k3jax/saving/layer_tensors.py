@@ -43,9 +43,7 @@ def layer_tensors(layer: GatedMLP | MoE, config: K3Config, index: int) -> Iterat
 def _mlp_tensor(mlp: GatedMLP, name: str) -> np.ndarray:
     if name == "down_proj.weight":
         return np.asarray(mlp.down[...])
-    gate_up = mlp.gate_up[...]
-    gate_and_up = np.asarray(gate_up).reshape(2, -1, gate_up.shape[-1])
-    return gate_and_up[("gate_proj.weight", "up_proj.weight").index(name)]
+    return np.asarray(mlp.gate_up[("gate_proj.weight", "up_proj.weight").index(name)])
 
 
 def _dense_tensor(layer: MoE, name: str) -> np.ndarray:

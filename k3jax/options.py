@@ -1,0 +1,32 @@
+"""Choices of loading and running a layer that few callers change."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadOptions:
+    """How a layer may treat what a checkpoint holds, and how it runs.
+
+    Attributes:
+        quantize_plain: let a recipe with MXFP4 weights quantise experts that are stored otherwise, plain or in NVFP4.
+            Without it, loading such experts raises: rounding a model is not something to happen unasked. Recipe "bf16"
+            takes any experts, either way.
+        allow_inexact: let a kernel whose layout cannot hold an expert's span of exponents round the smallest blocks,
+            with a warning that says how much is lost. Without it, such a kernel is passed over, or raises if named.
+        wire: over a mesh, the format of partial sums that ranks add up: "f32", which gives one device's numbers, or
+            "bf16", half the bytes.
+        split_shared: with sharded tokens, split shared experts and dense layers over the ranks, which then gather
+            tokens and scatter sums, instead of a whole copy on each.
+        transport: with sharded tokens, how rows travel: "all_gather", "per_rank", or None to have it chosen.
+        gpus_per_node: a dense layer with replicated tokens is split over no more ranks than this.
+    """
+
+    quantize_plain: bool = False
+    allow_inexact: bool = False
+    wire: str = "f32"
+    split_shared: bool = False
+    transport: str | None = None
+    gpus_per_node: int = 8
+
+
+DEFAULTS = LoadOptions()
