@@ -12,7 +12,10 @@ p = 1 - C(E - E/R, X) / C(E, X) is the chance that a given rank holds at least o
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 Transport = Literal["all_gather", "per_rank", "per_expert"]
 TRANSPORTS: tuple[Transport, ...] = ("all_gather", "per_rank", "per_expert")
@@ -76,6 +79,25 @@ class Exchange:
     def bytes(self, transport: Transport) -> float:
         """Bytes that a rank sends for each of its tokens, out and back together; it receives as many."""
         return self.rows(transport) * (self.out_row + self.back_row)
+
+
+def sent(exchange: Exchange, transport: Transport, holders: NDArray[Any], shard: int) -> tuple[float, ...]:
+    """Bytes that each rank sends for a given routing, instead of a random one.
+
+    Args:
+        holders: `[T, X]`, the rank that holds each pick of each token, -1 for none. Rank r has the r-th `shard` tokens.
+    """
+    ranks = exchange.ranks
+    if transport == "all_gather":  # every shard is sent whole, tokens that only fill it up included
+        return (shard * exchange.bytes("all_gather"),) * ranks
+    own = np.arange(len(holders)) // shard
+    copies = np.zeros((ranks, ranks), np.int64)  # from a token's rank to a holder of its picks
+    for holder in range(ranks):
+        goes = (holders == holder).any(axis=1) if transport == "per_rank" else (holders == holder).sum(axis=1)
+        np.add.at(copies[:, holder], own, goes)
+    np.fill_diagonal(copies, 0)
+    totals = copies.sum(axis=1) * exchange.out_row + copies.sum(axis=0) * exchange.back_row
+    return tuple(totals.tolist())
 
 
 @dataclasses.dataclass(frozen=True)

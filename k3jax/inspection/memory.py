@@ -7,10 +7,11 @@ from k3jax.config import K3Config
 from k3jax.moe_arrays import local_shapes
 from k3jax.options import DEFAULTS
 from pallas_kernels.e8m0 import BLOCK
-from sharding import AxisRules, MeshSizes
+from sharding import AxisRules, MeshSizes, layout_rules, local_shape
 from sharding.mlp_tp import mlp_tp
 
 _BF16, _F32 = 2, 4
+_REPLICATED = layout_rules("replicated")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,34 +47,41 @@ class ModelMemory:
         return self.dense_layers * dense + self.moe_layers * moe
 
 
-def model_memory(config: K3Config, sizes: MeshSizes, *, packed: bool) -> ModelMemory:
+def model_memory(
+    config: K3Config, sizes: MeshSizes, *, packed: bool, tokens: str = "replicated", split_shared: bool = False
+) -> ModelMemory:
     """What each device of the mesh holds, with routed experts in MXFP4 (`packed`) or in bfloat16.
+
+    `tokens` and `split_shared` are those of `load_layer`.
 
     Raises:
         ValueError: something cannot be split evenly over that mesh.
     """
+    rules = layout_rules(tokens, split_shared)
     moe_layers = sum(config.is_moe(layer) for layer in range(config.num_hidden_layers))
     dense_layers = config.num_hidden_layers - moe_layers
     return ModelMemory(
         packed=packed,
         dense_layers=dense_layers,
         moe_layers=moe_layers,
-        dense=dense_memory(config, sizes) if dense_layers else None,
-        moe=moe_memory(config, sizes, packed=packed) if moe_layers else None,
+        dense=dense_memory(config, sizes, rules) if dense_layers else None,
+        moe=moe_memory(config, sizes, packed=packed, rules=rules) if moe_layers else None,
     )
 
 
-def dense_memory(config: K3Config, sizes: MeshSizes) -> LayerMemory:
+def dense_memory(config: K3Config, sizes: MeshSizes, rules: AxisRules = _REPLICATED) -> LayerMemory:
     """One dense layer: gate, up and down projections `[I, D]` in bfloat16, split along I as far as it goes."""
-    shards = mlp_tp(False, sizes.expert * sizes.tensor, DEFAULTS.gpus_per_node, config.intermediate_size)
-    return LayerMemory(dense=3 * (config.intermediate_size // shards) * config.hidden_size * _BF16)
+    if rules == _REPLICATED:
+        ranks = sizes.expert * sizes.tensor
+        width = config.intermediate_size // mlp_tp(False, ranks, DEFAULTS.gpus_per_node, config.intermediate_size)
+    else:
+        (width,) = local_shape((config.intermediate_size,), ("mlp_ff",), sizes, rules)
+    return LayerMemory(dense=3 * width * config.hidden_size * _BF16)
 
 
-def moe_memory(config: K3Config, sizes: MeshSizes, *, packed: bool) -> LayerMemory:
-    """One MoE layer: w1, w2 and w3 of the device's experts, its slice of the shared experts, the rest whole."""
-    elements = {
-        name: math.prod(shape) for name, shape in local_shapes(config, sizes, AxisRules(), packed=packed).items()
-    }
+def moe_memory(config: K3Config, sizes: MeshSizes, *, packed: bool, rules: AxisRules = _REPLICATED) -> LayerMemory:
+    """One MoE layer: w1, w2 and w3 of the device's experts, its share of the shared experts, the rest whole."""
+    elements = {name: math.prod(shape) for name, shape in local_shapes(config, sizes, rules, packed=packed).items()}
 
     def total(prefix: str) -> int:
         return sum(count for name, count in elements.items() if name.startswith(prefix))
