@@ -64,6 +64,12 @@ def compare(
     quantize_plain: Annotated[
         bool, typer.Option("--quantize-plain", help="Quantise experts that are stored plain for the w4 recipes.")
     ] = False,
+    mesh: Annotated[
+        str, typer.Option(metavar="expert=4,tensor=2", help="Run over a mesh; a CPU simulates its devices.")
+    ] = "",
+    tokens_layout: Annotated[
+        Literal["replicated", "sharded"], typer.Option(help="On a mesh: all tokens on every rank, or split.")
+    ] = "replicated",
     details: Annotated[bool, typer.Option("--details", help="Print every number, not only where stages fail.")] = False,
     json: JsonOption = None,
     report: Annotated[
@@ -77,7 +83,12 @@ def compare(
         from k3jax.compare import console, run
         from k3jax.compare.report import html_report
         from k3jax.progress import progress_bar
+        from sharding.mesh import parse_mesh
+        from sharding.simulated import simulate_devices
 
+        sizes = parse_mesh(mesh) if mesh else None
+        if sizes is not None:
+            simulate_devices(sizes.devices)
         for path in filter(None, (json, report)):
             outputs.require_writable(path)
         request = run.Request(
@@ -89,6 +100,8 @@ def compare(
             implementation=implementation,
             against=against,
             quantize_plain=quantize_plain,
+            mesh=sizes,
+            layout=tokens_layout,
         )
         with progress_bar(Console(stderr=True)) as progress:
             result = run.run(run.plan(request), progress)

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from k3jax.compare.differences import Difference
 from k3jax.compare.layer import Check, LayerComparison, StageResult
+from k3jax.compare.ranks import RANK_HEADINGS, rank_cells
 from k3jax.compare.run import Run
 
 _SECONDARY_CHECKS = {"router": ("pick agreement", "weights"), "output": ("cosine",)}
@@ -22,6 +23,8 @@ def print_run(console: Console, run: Run, *, details: bool) -> None:
     console.print(Text(f"Input       {run.input}"), soft_wrap=True)
     console.print(Text(f"Truth       {run.truth}"), soft_wrap=True)
     console.print(Text(f"Runs on     {environment['device']}, jax {environment['jax']}{_implementations(run)}"))
+    if run.mesh:
+        console.print(Text(f"Mesh        {run.mesh}"))
     console.print(
         Text("Numbers are relative L2 errors, |ours - truth| / |truth|, unless the row says otherwise.", "dim")
     )
@@ -29,6 +32,8 @@ def print_run(console: Console, run: Run, *, details: bool) -> None:
         results = [result for result in run.results if result.layer == layer]
         console.print()
         console.print(_layer_table(results, console))
+        if results[0].ranks:
+            console.print(_rank_table(results[0]))
         for result in _distinct(results):
             if details:
                 console.print(_details(result, console))
@@ -125,6 +130,16 @@ def _mark(ok: bool, console: Console) -> str:
     if console.encoding.lower().startswith("utf"):
         return "✓" if ok else "✗"
     return "ok" if ok else "FAIL"
+
+
+def _rank_table(result: LayerComparison) -> Table:
+    """What each rank did. Routing is float32 under every recipe, so one recipe's table stands for all."""
+    table = Table(title=Text("By rank", "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in RANK_HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank in result.ranks:
+        table.add_row(*rank_cells(rank))
+    return table
 
 
 def _details(result: LayerComparison, console: Console) -> Table:

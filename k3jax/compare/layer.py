@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from k3jax.compare.differences import Difference, difference, expert_errors, histogram, token_errors
 from k3jax.compare.picks import Picks, by_expert, compare_picks, same_sets
 from k3jax.compare.probes import probe_activation, probe_picks
+from k3jax.compare.ranks import RankLoad, rank_loads
 from k3jax.compare.tolerances import Against, Limits, limits
 from k3jax.config import K3Config
 from k3jax.mlp import GatedMLP
@@ -109,6 +110,7 @@ class LayerComparison:
         kind: "dense" or "moe". tokens: how many.
         implementation: of grouped_matmul. expert_load: rows that each expert computed. Both empty for a dense layer.
         skipped_tokens: tokens left out after the router, because a capture went to other experts.
+        ranks: what each rank of a mesh did; empty without a mesh and for a dense layer.
     """
 
     layer: int
@@ -120,6 +122,7 @@ class LayerComparison:
     implementation: str = ""
     expert_load: tuple[int, ...] = ()
     skipped_tokens: int = 0
+    ranks: tuple[RankLoad, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -189,6 +192,7 @@ def compare_layer(
         implementation=_implementation(layer),
         expert_load=() if ids is None else _load(ids, config),
         skipped_tokens=int(np.count_nonzero(~kept)),
+        ranks=() if ids is None else rank_loads(ids, config, layer.layout),
     )
 
 

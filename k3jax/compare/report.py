@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from k3jax.compare import svg
 from k3jax.compare.differences import HISTOGRAM_FIRST
 from k3jax.compare.layer import LayerComparison, StageResult
+from k3jax.compare.ranks import RANK_HEADINGS, rank_cells
 from k3jax.compare.report_style import STYLE
 from k3jax.compare.run import Run
 from k3jax.compare.svg import escape
@@ -19,6 +20,8 @@ def html_report(run: Run, *, command: str) -> str:
     sections = "".join(_layer([result for result in run.results if result.layer == layer]) for layer in layers)
     status = "pass" if run.ok else "fail"
     headline = "All stages agree" if run.ok else "A stage diverges"
+    facts = [("Checkpoint", run.checkpoint), ("Input", run.input), ("Truth", run.truth)]
+    facts += [("Mesh", run.mesh)] if run.mesh else []
     verdict = "".join(f"<p>{escape(line)}</p>" for line in run.verdict.splitlines())
     return f"""<!doctype html>
 <html lang="en">
@@ -35,7 +38,7 @@ def html_report(run: Run, *, command: str) -> str:
 <p class="eyebrow">k3jax compare</p>
 <h1><span class="badge" aria-hidden="true">{"✓" if run.ok else "✗"}</span>{escape(headline)}</h1>
 <div class="verdict">{verdict}</div>
-<dl class="facts">{_facts((("Checkpoint", run.checkpoint), ("Input", run.input), ("Truth", run.truth)))}</dl>
+<dl class="facts">{_facts(facts)}</dl>
 {_overview(run)}
 </header>
 {sections}
@@ -98,8 +101,13 @@ def _layer(results: list[LayerComparison]) -> str:
     tables = "".join(_numbers(result, name) for result, name in zip(shown, names, strict=True))
     return (
         f'<section id="layer-{first.layer}"><h2>Layer {first.layer} <small>{kind}, {first.tokens:,} tokens</small></h2>'
-        f'<p class="legend">{keys}</p><div class="plots">{"".join(plots)}</div>{tables}</section>'
+        f'<p class="legend">{keys}</p><div class="plots">{"".join(plots)}</div>{_rank_table(first)}{tables}</section>'
     )
+
+
+def _rank_table(result: LayerComparison) -> str:
+    rows = [f"<tr>{''.join(f'<td class="n">{cell}</td>' for cell in rank_cells(rank))}</tr>" for rank in result.ranks]
+    return f"<details open><summary>By rank</summary>{_table(RANK_HEADINGS, rows)}</details>" if rows else ""
 
 
 def _plot(title: str, caption: str, *plots: str) -> str:

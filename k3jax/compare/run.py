@@ -23,6 +23,7 @@ from k3jax.loading import load_layer
 from k3jax.options import LoadOptions
 from k3jax.outputs import jsonable
 from pallas_kernels import select
+from sharding import MeshSizes, layout_rules, make_mesh
 
 DEFAULT_RECIPES = ("bf16", "w4a16", "w4a8")
 DEFAULT_TOKENS = 128
@@ -38,6 +39,7 @@ class Request:
     Attributes:
         against: "oracle", "exact", or the path of a capture.
         tokens: how many; of a capture, at most the ones it has (None: all).
+        mesh: what the layers run over; None for one device. layout: of the tokens on it, "replicated" or "sharded".
     """
 
     checkpoint: Path
@@ -48,6 +50,8 @@ class Request:
     implementation: str | None = None
     against: str = "oracle"
     quantize_plain: bool = False
+    mesh: MeshSizes | None = None
+    layout: str = "replicated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Plan:
     recipes: tuple[str, ...]
     capture: Capture | None
     against: Against
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def input_description(self) -> str:
@@ -80,6 +85,7 @@ class Run:
     environment: dict[str, str]
     results: tuple[LayerComparison, ...]
     seconds: float
+    mesh: str = ""
 
     @property
     def ok(self) -> bool:
@@ -123,7 +129,11 @@ def plan(request: Request) -> Plan:
         against = capture.rounding_order
     layers = _layers(request, checkpoint, capture)
     recipes = _recipes(request, checkpoint, layers, capture)
-    return Plan(request, checkpoint, layers, recipes, capture, against)
+    mesh = None if request.mesh is None else make_mesh(**dataclasses.asdict(request.mesh))
+    layout_rules(request.layout)
+    if mesh is None and request.layout == "sharded":
+        raise ValueError("--tokens-layout sharded needs a mesh, such as --mesh expert=8")
+    return Plan(request, checkpoint, layers, recipes, capture, against, mesh)
 
 
 def run(plan: Plan, progress: Progress = lambda done, total, what: None) -> Run:
@@ -150,6 +160,7 @@ def run(plan: Plan, progress: Progress = lambda done, total, what: None) -> Run:
         environment=environment(),
         results=tuple(results),
         seconds=time.perf_counter() - start,
+        mesh=_mesh_description(plan.request),
     )
 
 
@@ -192,7 +203,13 @@ def _compare(plan: Plan, layer: int, recipe: str) -> LayerComparison:
     request = plan.request
     options = LoadOptions(quantize_plain=request.quantize_plain)
     loaded = load_layer(
-        request.checkpoint, layer, recipe=recipe, implementation=request.implementation, options=options
+        request.checkpoint,
+        layer,
+        mesh=plan.mesh,
+        tokens=request.layout,
+        recipe=recipe,
+        implementation=request.implementation,
+        options=options,
     )
     captured = None if plan.capture is None else plan.capture.layers[layer]
     if captured is None:
@@ -237,6 +254,14 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
             raise ValueError(f"layers {text!r}: {part!r} is not within the model's layers 0-{num_layers - 1}")
         found.update(range(low, high + 1))
     return tuple(sorted(found))
+
+
+def _mesh_description(request: Request) -> str:
+    """`data=1, expert=4, tensor=2, sharded tokens`; empty without a mesh."""
+    if request.mesh is None:
+        return ""
+    axes = [f"{axis}={size}" for axis, size in dataclasses.asdict(request.mesh).items()]
+    return ", ".join([*axes, f"{request.layout} tokens"])
 
 
 def _truth(plan: Plan) -> str:

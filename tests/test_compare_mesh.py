@@ -1,0 +1,97 @@
+"""`k3jax compare --mesh`: the same verdicts over a mesh, what each rank did, and faults between ranks found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_edits import tiny_checkpoint
+from layers import small_config
+from test_report import Page
+from typer.testing import CliRunner, Result
+
+from k3jax.cli import app
+from k3jax.compare.ranks import rank_loads
+from sharding import make_layout, make_mesh
+from sharding.traffic import all_reduce_bytes
+
+LAYOUTS = ("replicated",)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("compare_mesh"), num_experts=8, expert_width=64)
+
+
+def compare(folder: Path, *arguments: object) -> Result:
+    command = ["compare", "--checkpoint", folder, "--tokens", 13, "--recipe", "w4a16", *arguments]
+    return CliRunner().invoke(app, [str(argument) for argument in command])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_mesh_agrees_and_says_what_each_rank_did(folder: Path, tmp_path: Path, layout: str) -> None:
+    json_file, report = tmp_path / "out.json", tmp_path / "report.html"
+    files = ("--json", json_file, "--report", report)
+    result = compare(folder, "--mesh", "expert=4,tensor=2", "--tokens-layout", layout, *files)
+    assert result.exit_code == 0, result.output
+    described = f"data=1, expert=4, tensor=2, {layout} tokens"
+    assert described in result.stdout
+    assert "By rank" in result.stdout
+    values = json.loads(json_file.read_text())
+    assert values["mesh"] == described
+    dense, moe = values["results"]
+    assert dense["ranks"] == []
+    assert [(rank["data"], rank["expert"], rank["tensor"]) for rank in moe["ranks"]] == [
+        (0, expert, tensor) for expert in range(4) for tensor in range(2)
+    ]
+    by_expert = np.array(moe["expert_load"]).reshape(4, 2).sum(axis=1)
+    assert [rank["rows"] for rank in moe["ranks"]] == np.repeat(by_expert, 2).tolist()
+    words = Page(report.read_text()).words
+    assert described in words
+    assert {"By rank", "kB sent"} <= set(words)
+
+
+def test_ranks_of_replicated_tokens() -> None:
+    config = small_config(num_experts=8, num_experts_per_token=2)
+    ids = np.array([[0, 7], [2, 3], [-1, -1], [0, 1], [5, 4]])
+    layout = make_layout(make_mesh(data=2, expert=4), "replicated")
+    loads = rank_loads(ids, config, layout)
+    assert [(load.data, load.expert) for load in loads] == [(d, e) for d in range(2) for e in range(4)]
+    # Three tokens a group, the second one's last is only there to make it up.
+    assert [load.tokens for load in loads] == [3] * 4 + [2] * 4
+    assert [load.rows for load in loads] == [1, 2, 0, 1, 2, 0, 2, 0]
+    assert {load.bytes_sent for load in loads} == {3 * all_reduce_bytes(128 + 64, 4, "f32")}
+    assert rank_loads(ids, config, make_layout(None, "replicated")) == ()
+
+
+def test_a_cpu_simulates_the_devices_of_the_mesh(folder: Path) -> None:
+    """As a user types it, where nothing has set up devices before."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
+    command = [sys.executable, "-c", "from k3jax.cli import main; main()", "compare", "--checkpoint", str(folder)]
+    command += ["--layers", "0", "--tokens", "3", "--mesh", "expert=4"]
+    done = subprocess.run(
+        command, env=environment | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 x cpu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mesh", "expert=16"), "needs 16 devices; there are 8"),
+        (("--mesh", "expert=3"), "expert of size 8 cannot be split evenly over 3"),
+        (("--mesh", "experts=4"), "must be AXIS=SIZE"),
+        (("--tokens-layout", "sharded"), "--tokens-layout sharded needs a mesh"),
+    ],
+)
+def test_a_mistake_is_status_2(folder: Path, arguments: tuple[Any, ...], message: str) -> None:
+    result = compare(folder, "--layers", "1", *arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
