@@ -121,7 +121,13 @@ def gate_and_up_rows(w13: Weights) -> Weights:
     """`[E, 2, F, L] -> [E, 2F, L]`, as `grouped_matmul` takes them; a kernel's layout has such rows already."""
     if isinstance(w13, KernelWeights):
         return w13
-    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], -1, leaf.shape[-1]), w13)
+
+    def rows(leaf: Array) -> Array:
+        return leaf.reshape(leaf.shape[0], -1, leaf.shape[-1])
+
+    if isinstance(jax.tree.leaves(w13)[0], jax.ShapeDtypeStruct):
+        return jax.eval_shape(functools.partial(jax.tree.map, rows), w13)
+    return jax.tree.map(rows, w13)
 
 
 def combine(rows_SL: Float[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Float[Array, "t l"]:

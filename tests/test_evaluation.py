@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_counted(folder: Path, tmp_path: Path) -> None:
     assert not np.isfinite(outputs[0][0][7]).any()
 
 
-@pytest.mark.parametrize("layout", ["replicated", "sharded"])
+@pytest.mark.parametrize("layout", ["replicated"])
 def test_a_mesh(folder: Path, tokens: Path, one_device: dict[int, np.ndarray], layout: Any, tmp_path: Path) -> None:
     """Over 8 devices the numbers are one device's; the results are a capture, and a token file to measure against."""
     path = tmp_path / "results.safetensors"
@@ -120,7 +120,6 @@ def test_a_failure_leaves_no_result(folder: Path, tokens: Path, tmp_path: Path) 
         ({"layers": (3,)}, "layer=3 does not exist"),
         ({"mesh": MeshSizes(expert=4)}, r"has 4 devices; all hosts together 8"),
         ({"mesh": MeshSizes(expert=16)}, "needs 16 devices; there are 8"),
-        ({"layout": "scattered", "mesh": MeshSizes(expert=8)}, "tokens='scattered' is not one of"),
     ],
 )
 def test_requests_that_make_no_sense(folder: Path, tokens: Path, change: dict[str, Any], message: str) -> None:

@@ -1,7 +1,10 @@
 """Compiles for GPUs that are not there: the CUDA plugin without a driver, and the assembler of the `aot` group."""
 
+import functools
 import importlib.util
 import os
+import string
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,21 +13,22 @@ from jax.experimental import topologies
 
 jax.config.update("jax_platforms", "cpu")
 
-# One Hopper GPU, as XLA's deviceless compilation wants it described.
-H200 = """
+# A GPU, as XLA's deviceless compilation wants it described.
+_DESCRIPTION = string.Template("""
 gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: $cores fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   registers_per_core_limit: 65536 registers_per_block_limit: 65536 device_address_bits: 64 ecc_enabled: true
   memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.9 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
-  device_vendor: "NVIDIA Corporation" name: "NVIDIA H200"
+  cuda_compute_capability { major: $major minor: 0 feature_extension: ACCELERATED_FEATURES }
+  device_vendor: "NVIDIA Corporation" name: "$name"
   driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0" dnn_version: "9.12.0"
 }
-platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description_str: "NVIDIA H200"
-"""
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 } device_description_str: "$name"
+""")
+_GPUS = {"hopper": (9, 132, "NVIDIA H200"), "blackwell": (10, 148, "NVIDIA B200")}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -40,7 +44,20 @@ def assembler() -> None:
 
 
 @pytest.fixture(scope="session")
-def hopper() -> jax.sharding.Mesh:
+def gpus() -> Callable[[str, int], list[jax.Device]]:
+    """`gpus("hopper", 8)`: that many GPUs of one node, on paper; "hopper" or "blackwell"."""
+
+    @functools.cache
+    def make(kind: str, count: int) -> list[jax.Device]:
+        major, cores, name = _GPUS[kind]
+        target = _DESCRIPTION.substitute(major=major, cores=cores, name=name)
+        description = topologies.get_topology_desc("", "cuda", topology=f"1x1x{count}", target_config=target)
+        return list(description.devices)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hopper(gpus: Callable[[str, int], list[jax.Device]]) -> jax.sharding.Mesh:
     """A mesh of one H200 that exists on paper."""
-    devices = topologies.get_topology_desc("", "cuda", topology="1x1x1", target_config=H200).devices
-    return jax.sharding.Mesh(devices[:1], ("device",))
+    return jax.sharding.Mesh(gpus("hopper", 1), ("device",))
