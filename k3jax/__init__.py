@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from k3jax.checkpoint.synthetic import default_checkpoint
     from k3jax.config import K3Config
-    from k3jax.loading import load_layer
+    from k3jax.loading import load_layer, load_layers
     from k3jax.mlp import GatedMLP
     from k3jax.moe import MoE
     from k3jax.moe_arrays import MoEArrays
@@ -25,6 +25,7 @@ __all__ = [
     "default_checkpoint",
     "expert_load",
     "load_layer",
+    "load_layers",
     "save_layer",
     "save_layers",
 ]
@@ -41,6 +42,7 @@ _HOMES = {
     "default_checkpoint": "k3jax.checkpoint.synthetic",
     "expert_load": "k3jax.routing",
     "load_layer": "k3jax.loading",
+    "load_layers": "k3jax.loading",
     "save_layer": "k3jax.saving",
     "save_layers": "k3jax.saving",
 }

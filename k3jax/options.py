@@ -1,6 +1,7 @@
 """Choices of loading and running a layer that few callers change."""
 
 import dataclasses
+from collections.abc import Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +20,8 @@ class LoadOptions:
             tokens and scatter sums, instead of a whole copy on each.
         transport: with sharded tokens, how rows travel: "all_gather", "per_rank", or None to have it chosen.
         gpus_per_node: a dense layer with replicated tokens is split over no more ranks than this.
+        host_memory: bytes of the host's memory that loading experts may take beside what the layer itself is held in.
+        progress: called while experts are read, with the bytes done and the bytes in all.
     """
 
     quantize_plain: bool = False
@@ -27,6 +30,12 @@ class LoadOptions:
     split_shared: bool = False
     transport: str | None = None
     gpus_per_node: int = 8
+    host_memory: int = 1 << 30
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.host_memory < 1:
+            raise ValueError(f"LoadOptions: host_memory={self.host_memory} must be a positive number of bytes")
 
 
 DEFAULTS = LoadOptions()

@@ -1,4 +1,4 @@
-"""One weight matrix as a layer wants it, bfloat16 or MXFP4, from however the checkpoint stores it."""
+"""One weight matrix as bfloat16, from however the checkpoint stores it."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 
 from k3jax.checkpoint import LayerTensors
-from pallas_kernels import MXFP4Array, dequantize_nvfp4, quantize_mxfp4
+from pallas_kernels import MXFP4Array, dequantize_nvfp4
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -23,17 +23,6 @@ def bf16_weight(tensors: LayerTensors, stem: str) -> np.ndarray:
     return weight.astype(BF16, copy=False)
 
 
-def mxfp4_weight(tensors: LayerTensors, stem: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes `[N, K/2]` and scales `[N, K/32]` of the weight `stem`: as stored, or quantised from bfloat16."""
-    if tensors.stored[stem] == "mxfp4":
-        return tensors[f"{stem}.weight_packed"], tensors[f"{stem}.weight_scale"]
-    matrix = _quantize(bf16_weight(tensors, stem))
-    return np.asarray(matrix.codes), np.asarray(matrix.scales)
-
-
 @jax.jit
 def _dequantize(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return MXFP4Array(codes, scales).dequantize(jnp.bfloat16)
-
-
-_quantize = jax.jit(quantize_mxfp4)

@@ -40,10 +40,11 @@ def read_json_object(path: Path, limit: int) -> dict[str, Any]:
     """
     if not path.is_file():  # A pipe would never end.
         raise ValueError(f"{path} is not a regular file")
-    with path.open("rb") as file:
-        text = file.read(limit + 1)
-    if len(text) > limit:
+    size = path.stat().st_size
+    if size > limit:
         raise ValueError(f"{path} has more than {limit} bytes; that is no file of this kind")
+    with path.open("rb") as file:
+        text = file.read(size)
     return parse_json_object(text, str(path))
 
 

@@ -21,7 +21,7 @@ class Place:
         return self.file.entries[self.name]
 
 
-class LayerTensors(Mapping[str, np.ndarray]):
+class LayerTensors(Mapping):  # unsubscripted: annotation checkers would read a tensor to see that it is one
     """A layer's tensors by suffix (`mlp.up_proj.weight`), each read from its file at each access: nothing is kept.
 
     Attributes:
@@ -47,6 +47,13 @@ class LayerTensors(Mapping[str, np.ndarray]):
         """The stored dtype, without reading the tensor."""
         place = self.places[suffix]
         return place.file.dtype(place.name)
+
+    def shape(self, stem: str) -> tuple[int, ...]:
+        """The shape (out, in) of the weight `stem`, however it is stored."""
+        if self.stored[stem] == "plain":
+            return self.places[f"{stem}.weight"].entry.shape
+        rows, half = self.places[f"{stem}.weight{'_packed' if self.stored[stem] == 'mxfp4' else ''}"].entry.shape
+        return rows, 2 * half
 
     def require_unchanged(self) -> None:
         """Raises ValueError if one of the files was written to since it was opened."""

@@ -70,7 +70,7 @@ class TensorEntry:
     end: int
 
 
-class SafetensorsFile(Mapping[str, np.ndarray]):
+class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read a tensor to see that it is one
     """A checked safetensors file: a mapping from tensor name to a read-only array, read anew at each access.
 
     The file stays open as long as the object lives, so that what was checked is what is read, whatever happens to its
@@ -132,12 +132,15 @@ class SafetensorsFile(Mapping[str, np.ndarray]):
         """Fills C-contiguous `arrays`, one after another, with the data section's bytes from `begin` on.
 
         Raises:
-            ValueError: the file has become shorter since it was opened.
+            OSError: it cannot be read. ValueError: it has become shorter since it was opened.
         """
         left = [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays if array.nbytes]
         at = self.data_start + begin
         while left:
-            read = _read_at(self._descriptor, left[:_MAX_PARTS], at)
+            try:
+                read = _read_at(self._descriptor, left[:_MAX_PARTS], at)
+            except OSError as error:  # which does not name the file
+                raise OSError(error.errno, f"{error.strerror}, at byte {at}", str(self.path)) from error
             if read == 0:
                 raise ValueError(f"{self.path} ends at byte {at}: it was cut short while it was being read")
             at += read

@@ -1,0 +1,174 @@
+"""Loading in chunks, over meshes and through buffers: the same arrays, each byte read once, memory bounded."""
+
+import itertools
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_edits import Stored, rewrite, tiny_checkpoint
+from flax import nnx
+from numerics import assert_same_bits
+
+from k3jax import LoadOptions, MoE, layer_arrays, load_layer, load_layers
+from k3jax.checkpoint import safetensors_file
+from k3jax.checkpoint.safetensors_file import SafetensorsFile
+from k3jax.expert_stream import as_stored
+from pallas_kernels import KernelWeights, select
+from sharding import make_mesh
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "latent_size": 64,
+    "expert_width": 128,
+    "num_experts": 8,
+}
+EXPERT = 3 * 128 * 64 * 17 // 32  # bytes of one expert's codes and scales
+A_FEW = LoadOptions(host_memory=8 * 2 * EXPERT)  # chunks of two experts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("stream"), **SIZES)
+
+
+def arrays_of(layer: Any) -> Any:
+    return nnx.to_pure_dict(nnx.state(layer))
+
+
+def assert_same_layers(found: Any, expected: Any) -> None:
+    jax.tree.map(assert_same_bits, arrays_of(found), arrays_of(expected))
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """Every byte range that is read: (file, begin, end)."""
+    seen: list[tuple[str, int, int]] = []
+    original = SafetensorsFile.read_into
+
+    def spy(self: SafetensorsFile, begin: int, arrays: Any) -> None:
+        seen.append((self.path.name, begin, begin + sum(array.nbytes for array in arrays)))
+        original(self, begin, arrays)
+
+    monkeypatch.setattr(SafetensorsFile, "read_into", spy)
+    return seen
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (2, 2, 2), (1, 2, 4)])
+def test_a_mesh_holds_the_same_arrays_and_reads_no_byte_of_an_expert_twice(
+    sizes: tuple[int, int, int], folder: Path, reads: list[tuple[str, int, int]]
+) -> None:
+    whole = load_layer(folder, 1)
+    single = sum(end - begin for _, begin, end in reads)
+    reads.clear()
+    spread = load_layer(folder, 1, mesh=make_mesh(*sizes), options=A_FEW)
+    assert_same_layers(spread, whole)
+    assert isinstance(spread, MoE)
+    experts = [read for read in reads if read[2] - read[1] >= EXPERT // 8]
+    spans = sorted(experts)
+    assert sum(end - begin for _, begin, end in reads) <= single + 10_000
+    assert all(after[0] != before[0] or after[1] >= before[2] for before, after in itertools.pairwise(spans))
+    assert spread.w13.get_value().codes.addressable_shards[0].data.shape == (8 // sizes[1], 2, 128 // sizes[2], 32)
+    assert_same_layers(load_layer(folder, 0, mesh=make_mesh(*sizes)), load_layer(folder, 0))
+
+
+def test_neighbouring_tensors_are_one_read(folder: Path, reads: list[tuple[str, int, int]]) -> None:
+    load_layer(folder, 1, options=A_FEW)
+    large = [end - begin for _, begin, end in reads]
+    assert large.count(2 * EXPERT) == 4
+
+
+@pytest.mark.parametrize(
+    ("recipe", "plain"), [("bf16", None), ("bf16", "BF16"), ("bf16", "F16"), ("w4a16", "F32"), ("w4a16", None)]
+)
+def test_chunks_join_to_the_same_layer(
+    recipe: str, plain: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(tmp_path, plain_experts=plain, **SIZES)
+    told: list[tuple[int, int]] = []
+    options = LoadOptions(
+        quantize_plain=True, host_memory=3 * 8 * EXPERT, progress=lambda done, total: told.append((done, total))
+    )
+    expected = load_layer(folder, 1, recipe=recipe, options=LoadOptions(quantize_plain=True))
+    if plain is None and recipe == "w4a16":  # what a GPU does
+        monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    assert_same_layers(load_layer(folder, 1, recipe=recipe, options=options), expected)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert len(told) >= 3
+    assert told[-1][0] == told[-1][1] == told[0][1]
+
+
+def test_a_kernel_s_layout_is_made_on_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    whole = load_layer(folder, 1)
+    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    streamed = load_layer(folder, 1, options=A_FEW)
+    assert isinstance(streamed, MoE)
+    assert isinstance(streamed.w13.get_value(), KernelWeights)
+    assert_same_layers(streamed, whole)
+
+
+def test_experts_of_which_some_do_not_fit_the_kernel_stay_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_checkpoint(tmp_path, **SIZES)
+
+    def widen(tensors: Stored) -> None:
+        name = "language_model.model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
+        scales = tensors[name][1].copy()
+        scales[0] = 250
+        scales[1] = 1
+        tensors[name] = ("U8", scales)
+
+    rewrite(folder, widen)
+    expected = load_layer(folder, 1)
+    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    streamed = load_layer(folder, 1, options=A_FEW)
+    assert isinstance(streamed, MoE)
+    assert not isinstance(streamed.w2.get_value(), KernelWeights)
+    np.testing.assert_array_equal(streamed.w2.get_value().codes, expected.w2.get_value().codes)  # type: ignore[union-attr]
+
+
+def test_the_host_s_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NumPy allocates while experts go through buffers: eight chunks, however many there are."""
+    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    folder = tiny_checkpoint(tmp_path, latent_size=512, expert_width=512, num_experts=32, hidden_size=32)
+    expert = 3 * 512 * 512 * 17 // 32
+    peaks = {}
+    for experts_a_chunk in (1, 32):
+        tracemalloc.start()
+        load_layer(folder, 1, options=LoadOptions(host_memory=8 * experts_a_chunk * expert))
+        _, peaks[experts_a_chunk] = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert 8 * expert < peaks[1] < 8 * expert + 3_000_000
+    assert peaks[32] > 32 * expert  # so the number would show what goes beyond
+
+
+def test_layers_are_loaded_together(folder: Path) -> None:
+    dense, moe = load_layers(folder, range(2), recipe="bf16")
+    assert_same_layers(dense, load_layer(folder, 0, recipe="bf16"))
+    assert_same_layers(moe, load_layer(folder, 1, recipe="bf16"))
+    with pytest.raises(ValueError, match="layer=2 does not exist"):
+        load_layers(folder, (0, 2))
+    assert load_layers(folder, []) == []
+
+
+def test_experts_in_several_dtypes_are_refused(tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path, plain_experts="BF16", **SIZES)
+    name = "language_model.model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: ("F32", tensors[name][1].astype(np.float32))}))
+    with pytest.raises(NotImplementedError, match=r"experts\.3\.w2 is stored in float32 and other experts"):
+        load_layer(folder, 1, recipe="bf16")
+
+
+def test_an_unreadable_byte_is_an_error_that_names_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(safetensors_file, "_read_at", fail)
+    with pytest.raises(OSError, match=r"Input/output error, at byte \d+: .*model-00002"):
+        load_layer(folder, 1)
