@@ -97,10 +97,13 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 
     Raises:
         ValueError: `x` is not floating point, K is not a multiple of 32, or no such implementation exists.
-        NotImplementedError: the named implementation has no such kernel.
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows).
     """
-    select.choose("quantize_mxfp8", implementation)
     e8m0.require_blocks("quantize_mxfp8", x)
+    if select.choose("quantize_mxfp8", implementation, x=x) == "mosaic":
+        from pallas_kernels.row_kernels import mosaic_hopper  # a second of imports that only GPUs need
+
+        return mosaic_hopper.quantize_mxfp8(x)
     x = x.astype(jnp.float32)
     scales = e8m0.block_scales(x, LARGEST)
     finite = jnp.where(jnp.repeat(scales, e8m0.BLOCK, axis=-1) == e8m0.NAN_BYTE, 0, x)
@@ -120,11 +123,14 @@ def quantize_fp8_token(
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
-        NotImplementedError: the named implementation has no such kernel.
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows).
     """
-    select.choose("quantize_fp8_token", implementation)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")
+    if select.choose("quantize_fp8_token", implementation, x=x) == "mosaic":
+        from pallas_kernels.row_kernels import mosaic_hopper
+
+        return mosaic_hopper.quantize_fp8_token(x)
     x = x.astype(jnp.float32)
     byte = e8m0.scale_bytes(x if amax is None else amax.astype(jnp.float32), LARGEST)[..., None]
     poisoned = byte == e8m0.NAN_BYTE

@@ -82,17 +82,24 @@ def situ_and_mul(
     """SiTU of a fused array: `[..., 2F]` of any float dtype -> `[..., F]` of the same dtype; float32 inside.
 
     Both betas are required, because a default would hide a checkpoint that lacks them (Kimi K3's are 4 and 25).
-    `implementation` is "reference" or "xla" (the same formula, which XLA fuses into one pass) or None.
+    `implementation` is "reference" or "xla" (the same formula, which XLA fuses into one pass), "mosaic" (Hopper,
+    bfloat16) or None for the fastest that can.
 
     Raises:
         ValueError: a beta is not positive and finite, the last axis is odd, or no such implementation exists.
-        NotImplementedError: the named implementation has no such kernel.
+        NotImplementedError: the named implementation cannot run this here.
     """
-    select.choose("situ_and_mul", implementation)
-    return apply_activation(Situ(beta, linear_beta), gate_up)
+    return _apply("situ_and_mul", Situ(beta, linear_beta), gate_up, implementation)
 
 
 def swiglu_and_mul(gate_up: Float[Array, "... two_f"], *, implementation: str | None = None) -> Float[Array, "... f"]:
     """SwiGLU of a fused array: the same contract as `situ_and_mul`, without betas."""
-    select.choose("swiglu_and_mul", implementation)
-    return apply_activation(SwiGLU(), gate_up)
+    return _apply("swiglu_and_mul", SwiGLU(), gate_up, implementation)
+
+
+def _apply(op: str, activation: Activation, gate_up: Array, implementation: str | None) -> Array:
+    if select.choose(op, implementation, x=gate_up) != "mosaic":
+        return apply_activation(activation, gate_up)
+    from pallas_kernels.row_kernels import mosaic_hopper  # a second of imports that only GPUs need
+
+    return mosaic_hopper.gated(activation, gate_up)

@@ -13,7 +13,7 @@ import pytest
 from annotations import unchecked_annotations
 from format_truth import decode_mxfp4
 from gemm_truth import grouped_product
-from numerics import KERNEL_TOLERANCES, as_float64, assert_close, round_bf16
+from numerics import KERNEL_TOLERANCES, as_float64, assert_close, assert_same_bits, relative_l2, round_bf16
 
 from pallas_kernels import (
     Activation,
@@ -25,6 +25,7 @@ from pallas_kernels import (
     quantize_fp8_token,
     quantize_mxfp8,
 )
+from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul.config import Tuning
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
@@ -39,7 +40,7 @@ TUNINGS = (
     Tuning((24, 256), 2, 1, 2, 2),
     Tuning((8, 40), 1, 2, 2, 4),
 )
-kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning"))
+kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -103,6 +104,59 @@ def test_every_kind_of_tuning(recipe: str, tuning: Tuning) -> None:
     if recipe == "w4a8_fp8":  # whose stages hold half as many products
         tuning = dataclasses.replace(tuning, k_units=4, stages=2)
     check(np.array(SIZES)[::-1], 512, 768, 900, recipe, KIMI, tuning)
+
+
+@pytest.mark.parametrize("tuning", TUNINGS, ids=str)
+@pytest.mark.parametrize("activation", [None, KIMI], ids=str)
+def test_every_format_holds_the_same_numbers(activation: Activation | None, tuning: Tuning) -> None:
+    sizes = np.array(SIZES)
+    used = int(sizes.sum())
+    w = random_weights(jax.random.key(7), len(sizes), 512, 768)
+    x = random_rows(900, 768, used, "w4a16")
+    check_formats(x, w, sizes, "w4a16", activation, tuning)
+
+
+@pytest.mark.parametrize("activation", [None, KIMI], ids=str)
+def test_every_format_with_a_scale_a_token(activation: Activation | None) -> None:
+    sizes = np.array([8, 0, 33, 1])
+    w = random_weights(jax.random.key(8), len(sizes), 256, 512, 20, 26)
+    check_formats(random_rows(48, 512, 42, "w4a8_fp8"), w, sizes, "w4a8_fp8", activation, None)
+
+
+@pytest.mark.parametrize(("n", "k", "activation"), [(6144, 3584, KIMI), (3584, 3072, None)], ids=["w13", "w2"])
+def test_every_format_at_the_real_sizes(n: int, k: int, activation: Activation | None) -> None:
+    w = random_weights(jax.random.key(9), 112, n, k)
+    x = random_rows(2048, k, 112 * 18, "w4a16")
+    check_formats(x, w, np.full(112, 18), "w4a16", activation, None)
+
+
+def check_formats(
+    x: Any, w: MXFP4Array, sizes: np.ndarray, recipe: str, activation: Activation | None, tuning: Tuning | None
+) -> None:
+    """float32 rounds to the bfloat16 result, and quantised results are that one's, to the bit."""
+    used = slice(0, int(sizes.sum()))
+    laid_out = to_kernel_layout(w, recipe=recipe, gated=activation is not None)
+    group_sizes = jnp.asarray(sizes, jnp.int32)
+    rows, floats, blocks = (
+        kernel(x, laid_out, group_sizes, activation=activation, tuning=tuning, out_format=out_format)
+        for out_format in ("bf16", "f32", "mxfp8")
+    )
+    check_groups(rows, x, w, sizes, activation, recipe, np.flatnonzero(sizes)[-2:].tolist())
+    assert floats.dtype == jnp.float32
+    assert_same_bits(floats[used].astype(jnp.bfloat16), rows[used])
+    if activation is None and recipe == "w4a16":  # the products are exact and nothing is rounded but their sums
+        g = int(np.argmax(sizes > 1))
+        own = slice(int(sizes[:g].sum()), int(sizes[: g + 1].sum()))
+        weights = decode_mxfp4(np.asarray(w.codes[g : g + 1]), np.asarray(w.scales[g : g + 1]))
+        assert relative_l2(floats[own], grouped_product(rows_as_float64(x, own), weights, sizes[g : g + 1])) < 1e-5
+    q = quantize_mxfp8(rows[used], implementation="reference")
+    assert_same_bits(blocks.values[used], q.values)
+    assert_same_bits(blocks.scales[used], q.scales)
+    if tuning is None:  # the public function's own choice
+        tokens: Any = public_grouped_matmul(x, laid_out, group_sizes, activation=activation, out_format="fp8_token")
+        t = quantize_fp8_token(rows[used], implementation="reference")
+        assert_same_bits(tokens.values[used], t.values)
+        assert_same_bits(tokens.scales[used], t.scales)
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8_fp8"])

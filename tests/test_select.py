@@ -2,10 +2,19 @@
 
 import logging
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import explain, grouped_matmul, quantize_fp8_token, quantize_mxfp8, situ_and_mul, swiglu_and_mul
+from pallas_kernels import (
+    explain,
+    grouped_matmul,
+    quantize_fp8_token,
+    quantize_mxfp8,
+    select,
+    situ_and_mul,
+    swiglu_and_mul,
+)
 from pallas_kernels.select import IMPLEMENTATIONS, choose
 
 OPS = ("grouped_matmul", "situ_and_mul", "swiglu_and_mul", "quantize_mxfp8", "quantize_fp8_token")
@@ -53,14 +62,28 @@ def test_every_op_asks_before_it_computes() -> None:
             call("fastest")
 
 
+@pytest.mark.parametrize("op", OPS[1:])
+def test_on_hopper_bfloat16_rows_get_the_kernel_and_others_xla(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    assert explain(op).chosen == "mosaic"
+    assert explain(op, x=jax.ShapeDtypeStruct((2, 64), jnp.bfloat16)).chosen == "mosaic"
+    for x, reason in (
+        (jax.ShapeDtypeStruct((2, 64), jnp.float32), "x is float32, and the kernel takes bfloat16"),
+        (jax.ShapeDtypeStruct((2, 36), jnp.bfloat16), r"x has shape \(2, 36\), .* rows of a multiple of"),
+        (jax.ShapeDtypeStruct((0, 64), jnp.bfloat16), r"x has shape \(0, 64\), .* at least one"),
+        (jax.ShapeDtypeStruct((1 << 20, 16384), jnp.bfloat16), ".* (longer|more) than"),
+    ):
+        assert explain(op, x=x).chosen == "xla"
+        with pytest.raises(NotImplementedError, match=f"'mosaic': {reason}"):
+            explain(op, implementation="mosaic", x=x)
+
+
 def test_unknown_ops_raise_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="op='softmax' is not one of grouped_matmul"):
         explain("softmax")
 
 
 def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    from pallas_kernels import select
-
     select._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="pallas_kernels"):
         assert choose("grouped_matmul", None) == choose("grouped_matmul", None)

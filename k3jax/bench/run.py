@@ -24,7 +24,7 @@ Progress = Callable[[int, int, str], None]
 XLA_LIMIT = 1.0  # seconds of one call beyond which the `xla` implementation is not worth timing
 ERROR_LIMITS = {"bf16": 2e-3, "w4a16": 2e-3, "w4a8": 3e-3, "w4a8_fp8": 3e-3}  # relative L2
 _RATE = {"bf16": "bf16", "w4a16": "bf16", "w4a8": "bf16", "w4a8_fp8": "fp8"}  # the tensor cores that a recipe can use
-_SELECTED = {"w13": "grouped_matmul", "w2": "grouped_matmul", "situ": "situ_and_mul", "quantize": "quantize_mxfp8"}
+_QUANTIZERS = {"w4a8": "quantize_mxfp8", "w4a8_fp8": "quantize_fp8_token"}
 _OP_RECIPES = {"w13": RECIPES, "w2": RECIPES, "situ": ("bf16",), "quantize": ("w4a8", "w4a8_fp8")}
 
 
@@ -141,7 +141,8 @@ def choose(case: Case, implementation: str | None) -> str:
     weights = None
     if case.recipe == "bf16" and case.op in GEMMS:  # plain: there is no layout to choose
         weights = jax.ShapeDtypeStruct((case.groups, case.columns, case.depth), jnp.bfloat16)
-    return explain(_SELECTED[case.op], implementation=implementation, w=weights).chosen
+    op = "grouped_matmul" if case.op in GEMMS else "situ_and_mul" if case.op == "situ" else _QUANTIZERS[case.recipe]
+    return explain(op, implementation=implementation, w=weights).chosen
 
 
 def run(
@@ -209,8 +210,12 @@ def _timed(
     if first.op not in GEMMS:
         implementation = choose(first, request.implementation)
         for case in cases:
-            call = calls.elementwise_call(case, calls.make_rows(case), implementation)
-            yield Result(case, implementation, _measured(stopwatch, call), roof_us(case, ceilings))
+            rows = calls.make_rows(case)
+            timing = _measured(stopwatch, calls.elementwise_call(case, rows, implementation))
+            xla_us = None
+            if implementation != "xla" and request.compare_xla:
+                xla_us = _measured(stopwatch, calls.elementwise_call(case, rows, "xla")).us
+            yield Result(case, implementation, timing, roof_us(case, ceilings), xla_us=xla_us)
         return
     experts = calls.make_experts(first)
     weights = calls.expert_weights(experts, first, request.implementation)

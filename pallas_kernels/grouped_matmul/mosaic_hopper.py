@@ -32,6 +32,7 @@ from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tunin
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.row_kernels.mosaic_hopper import dequantize_mxfp8
 from pallas_kernels.situ import Activation
 
 _LEAST_ROWS = 32  # rows of the largest tensor copy
@@ -88,7 +89,7 @@ def grouped_matmul(
     reason = why_not(x, w, activation, tuning)
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
-    values, scales = _rows(x, w.mma)
+    values, scales = _rows(x, w.mma, dequantize_mxfp8 if interpret is None else MXFP8Array.dequantize)
     shape = _geometry(values.shape[0], w, activation, out_format, tuning)
     padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
     if multiprocessors is None:
@@ -120,11 +121,13 @@ def why_not(
     return used.reason_against(n, k, w.mma, w.gated, groups)
 
 
-def _rows(x: Array | MXFP8Array | TokenScaledArray, mma: Mma) -> tuple[Array, Array | None]:
+def _rows(
+    x: Array | MXFP8Array | TokenScaledArray, mma: Mma, dequantize: Callable[[MXFP8Array], Array]
+) -> tuple[Array, Array | None]:
     """The rows the tensor cores read, and float32 `[M]` scales of them or None. e4m3 values are exact in bfloat16."""
     if isinstance(x, TokenScaledArray):
         return (x.values if mma == "e4m3" else x.values.astype(jnp.bfloat16)), x.scales[:, 0]
-    return (x.dequantize() if isinstance(x, MXFP8Array) else x), None
+    return (dequantize(x) if isinstance(x, MXFP8Array) else x), None
 
 
 def _geometry(

@@ -1,0 +1,155 @@
+"""Gated activations and quantisers on Hopper (sm_90a), in Pallas's Mosaic GPU: rows read once, results written once.
+
+What limits them is memory, so nothing is staged: a thread loads 16 bytes at a time, several loads before the first use,
+and stores what it made of them. A scale of 32 columns is agreed on by the four lanes that hold them, a token's by the
+warp that holds the whole row in registers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16
+
+from pallas_kernels.e8m0 import BLOCK
+from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
+from pallas_kernels.grouped_matmul.hopper.ptx import global_address, scalar
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.row_kernels import emitters
+from pallas_kernels.row_kernels.emitters import THREADS, VECTOR
+from pallas_kernels.situ import Activation, apply_activation
+
+_LONGEST_ROW = 8192  # of a token with a scale of its own: a warp holds it, 128 registers a thread
+_MOST_VECTORS = 1 << 30  # twice as many are counted in 32 bits
+_FEW_VECTORS = 1 << 18  # about as many threads as an H200 runs at once: one each, and no thread waits for another
+_VECTORS_A_THREAD = 2  # where there are more; three and four were no faster
+
+
+def why_not(op: str, x: Any) -> str | None:
+    """Why the kernel of `op` cannot take the array `x`; None if it can."""
+    if x.dtype != jnp.bfloat16:
+        return f"x is {x.dtype}, and the kernel takes bfloat16"
+    step = {"quantize_mxfp8": BLOCK, "quantize_fp8_token": VECTOR}.get(op, 2 * VECTOR)
+    if x.ndim < 1 or x.shape[-1] % step or not x.size:
+        return f"x has shape {x.shape}, and the kernel takes rows of a multiple of {step}, at least one"
+    if op == "quantize_fp8_token" and x.shape[-1] > _LONGEST_ROW:
+        return f"rows of {x.shape[-1]} are longer than the {_LONGEST_ROW} that a warp's registers hold"
+    if x.size // VECTOR > _MOST_VECTORS:
+        return f"x has shape {x.shape}, more than {_MOST_VECTORS * VECTOR} elements"
+    return None
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def gated(activation: Activation, gate_up: BFloat16[Array, "... two_f"]) -> BFloat16[Array, "... f"]:
+    """`apply_activation`, but for a few of float32's last bits before the rounding."""
+
+    def rows(gate_up: Array) -> Array:
+        lead, width = gate_up.shape[:-1], gate_up.shape[-1] // 2
+        vectors = gate_up.size // (2 * VECTOR)
+        each = _vectors_a_thread(vectors)
+        emit = functools.partial(emitters.gated, activation, vectors, width // VECTOR, each)
+        results = (jax.ShapeDtypeStruct((vectors * VECTOR,), jnp.bfloat16),)
+        (y,) = _kernel("gated_activation", emit, results, _blocks(vectors, each))(gate_up.reshape(-1))
+        return y.reshape(*lead, width)
+
+    return _by_rows(rows)(gate_up)
+
+
+@gated.defjvp
+def _gated_jvp(activation: Activation, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    formula = functools.partial(apply_activation, activation)
+    return gated(activation, *primals), jax.jvp(formula, primals, tangents)[1]
+
+
+def quantize_mxfp8(x: BFloat16[Array, "... k"]) -> MXFP8Array:
+    """The bits of `pallas_kernels.quantize_mxfp8`."""
+
+    def rows(x: Array) -> MXFP8Array:
+        vectors = x.size // VECTOR
+        each = _vectors_a_thread(vectors)
+        emit = functools.partial(emitters.mxfp8, vectors, each)
+        results = (
+            jax.ShapeDtypeStruct((x.size,), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((x.size // BLOCK,), jnp.uint8),
+        )
+        kernel = _kernel("quantize_mxfp8", emit, results, _blocks(vectors, each))
+        values, scales = kernel(x.reshape(-1))
+        return MXFP8Array(values.reshape(x.shape), scales.reshape(*x.shape[:-1], x.shape[-1] // BLOCK))
+
+    return _by_rows(rows)(lax.stop_gradient(x))
+
+
+def dequantize_mxfp8(q: MXFP8Array) -> BFloat16[Array, "..."]:
+    """The bits of `q.dequantize()`."""
+
+    vectors = q.values.size // VECTOR
+    each = 2 * _vectors_a_thread(vectors)  # a load is half as long
+    emit = functools.partial(emitters.dequantized_mxfp8, vectors, each)
+    results = (jax.ShapeDtypeStruct((q.values.size,), jnp.bfloat16),)
+    kernel = _kernel("dequantize_mxfp8", emit, results, _blocks(vectors, each))
+    (y,) = kernel(q.values.reshape(-1), q.scales.reshape(-1))
+    return y.reshape(q.shape)
+
+
+def quantize_fp8_token(x: BFloat16[Array, "... k"]) -> TokenScaledArray:
+    """The bits of `pallas_kernels.quantize_fp8_token`."""
+
+    def rows(x: Array) -> TokenScaledArray:
+        count = x.size // x.shape[-1]
+        emit = functools.partial(emitters.fp8_token, count, x.shape[-1] // VECTOR)
+        results = (jax.ShapeDtypeStruct((x.size,), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((count,), jnp.float32))
+        kernel = _kernel("quantize_fp8_token", emit, results, -(-count // (THREADS // 32)))
+        values, scales = kernel(x.reshape(-1))
+        return TokenScaledArray(values.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
+
+    return _by_rows(rows)(lax.stop_gradient(x))
+
+
+def _by_rows(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
+    """`function`, whose `vmap` is itself: a batch is more rows."""
+    batched = jax.custom_batching.custom_vmap(function)
+
+    @batched.def_vmap
+    def _(size: int, in_batched: Any, x: Array) -> tuple[Any, Any]:
+        del size, in_batched
+        y = _by_rows(function)(x)
+        return y, jax.tree.map(lambda _: True, y)
+
+    return batched
+
+
+def _vectors_a_thread(vectors: int) -> int:
+    return 1 if vectors <= _FEW_VECTORS else _VECTORS_A_THREAD
+
+
+def _blocks(vectors: int, vectors_a_thread: int) -> int:
+    return -(-vectors // (THREADS * vectors_a_thread))
+
+
+def _kernel(
+    name: str, emit: Callable[..., None], results: tuple[jax.ShapeDtypeStruct, ...], blocks: int
+) -> Callable[..., Any]:
+    """A kernel of blocks of one warpgroup, each of which runs `emit(block, *operands, *results)` on addresses."""
+
+    def body(*refs: Any) -> None:
+        @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)))
+        def run(ctx: Any, block: Any, *refs: Any) -> None:
+            del ctx
+            emit(scalar(block), *(global_address(ref) for ref in refs))
+
+        run(lax.axis_index("block"), *refs)
+
+    body.__name__ = name
+    return plgpu.kernel(
+        body,
+        out_type=results,
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )
