@@ -14,7 +14,7 @@ from k3jax.parameters import parameter_specs, place_parameters
 from pallas_kernels import Activation
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
-from sharding import Layout, make_mlp_layout
+from sharding import Layout, Travel, make_mlp_layout
 
 
 class GatedMLP(nnx.Module):
@@ -95,8 +95,8 @@ def mlp_layout(width: int, mesh: Mesh | None, tokens: str, options: LoadOptions)
         width,
         mesh,
         tokens,
+        Travel(options.wire),
         split_shared=options.split_shared,
-        wire=options.wire,
         gpus_per_node=options.gpus_per_node,
     )
 

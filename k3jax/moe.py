@@ -24,7 +24,7 @@ from k3jax.parameters import parameter_specs, place_parameters
 from k3jax.routing import Router, Routing, pick_experts
 from pallas_kernels import Activation, grouped_matmul, lay_out, quantize_mxfp4, select
 from pallas_kernels.rounding import to_bfloat16
-from sharding import Layout, make_layout
+from sharding import Layout, Travel, choose_transport, in_chunks, make_layout
 
 
 class MoE(nnx.Module):
@@ -69,6 +69,7 @@ class MoE(nnx.Module):
         self.config = config
         self.recipe = recipe
         self.implementation = implementation
+        self.max_tokens = options.max_tokens
         self.router = Router(arrays.router_weight, arrays.router_bias)
         self.latent_down = _param(arrays, "latent_down")
         self.latent_norm = _param(arrays, "latent_norm")
@@ -189,9 +190,13 @@ class MoE(nnx.Module):
         return pick_experts(logits_TE, self.router.bias[...], self.config, mask)
 
     def _experts(self, latent_TL: Array, routing: Routing) -> Array:
-        """The routed experts' sums in float32, of this rank's tokens; with replicated tokens its part of them."""
+        """The routed experts' sums in float32 for this rank's tokens; with replicated tokens its part of them."""
+        most = self.max_tokens and max(self.max_tokens // self.layout.ranks.meeting, 1)
+        return in_chunks(self._experts_at_once, most, latent_TL, *routing)
+
+    def _experts_at_once(self, latent_TL: Array, ids: Array, weights: Array) -> Array:
         ranks, w13, w2 = self.layout.ranks, gate_and_up_rows(self.w13.get_value()), self.w2.get_value()
-        arrived = ranks.dispatch(latent_TL, routing.ids, routing.weights, w13.shape[0])
+        arrived = ranks.dispatch(latent_TL, ids, weights, w13.shape[0])
         sums = routed_experts(
             arrived.rows,
             Routing(arrived.ids, arrived.weights),
@@ -222,8 +227,15 @@ def moe_layout(config: K3Config, recipe: str, mesh: Mesh | None, tokens: str, op
     Raises:
         ValueError: the mesh or an option is wrong, or something cannot be split evenly over that mesh.
     """
-    layout = make_layout(
-        mesh, tokens, split_shared=options.split_shared, transport=options.transport, wire=options.wire
-    )
+    assert config.num_experts is not None
+
+    def with_transport(name: str | None) -> Layout:
+        travel = Travel(options.wire, name, RECIPES[recipe].quantize)
+        return make_layout(mesh, tokens, travel, split_shared=options.split_shared)
+
+    layout = with_transport(options.transport)
     local_shapes(config, layout.sizes, layout.rules, packed=RECIPES[recipe].packed)
-    return layout
+    if tokens == "replicated" or options.transport is not None:
+        return layout
+    picks, node = config.experts_per_token, options.gpus_per_node
+    return with_transport(choose_transport(layout.sizes.expert, config.num_experts, picks, node))

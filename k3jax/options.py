@@ -18,8 +18,11 @@ class LoadOptions:
             "bf16", half the bytes.
         split_shared: with sharded tokens, split shared experts and dense layers over the ranks, which then gather
             tokens and scatter sums, instead of a whole copy on each.
+        max_tokens: how many tokens a rank's experts take at a time; larger batches are worked on in chunks. None is all
+            at once. No token is ever dropped, so buffers have room for all of them to pick experts of one rank.
         transport: with sharded tokens, how rows travel: "all_gather", "per_rank", or None to have it chosen.
-        gpus_per_node: a dense layer with replicated tokens is split over no more ranks than this.
+        gpus_per_node: GPUs that reach each other at full speed. A dense layer with replicated tokens is split over no
+            more ranks than this, and `choose_transport` asks for it.
         host_memory: bytes of the host's memory that loading experts may take beside what the layer itself is held in.
         progress: called while experts are read, with the bytes done and the bytes in all.
     """
@@ -29,13 +32,16 @@ class LoadOptions:
     wire: str = "f32"
     split_shared: bool = False
     transport: str | None = None
+    max_tokens: int | None = 8192
     gpus_per_node: int = 8
     host_memory: int = 1 << 30
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
-        if self.host_memory < 1:
-            raise ValueError(f"LoadOptions: host_memory={self.host_memory} must be a positive number of bytes")
+        for name in ("max_tokens", "gpus_per_node", "host_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"LoadOptions: {name}={value} must be positive")
 
 
 DEFAULTS = LoadOptions()

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.rounding import to_bfloat16
+from sharding.transports import Encode, Transport, send_rows
 
 WIRES = ("f32", "bf16")
 
@@ -38,6 +39,11 @@ class Arrived(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """One device: nothing moves."""
+
+    @property
+    def meeting(self) -> int:
+        """How many ranks' tokens meet where experts work."""
+        return 1
 
     @property
     def splits_width(self) -> bool:
@@ -103,6 +109,68 @@ class ReplicatedTokens(Ranks):
         summed = jax.lax.psum(side_by_side, self.mlp).astype(jnp.float32)
         found = iter(jnp.split(summed, stops, axis=-1))
         return tuple(None if part is None else next(found) for part in parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedTokens(Ranks):
+    """Every rank has tokens of its own: their rows travel to the ranks of their experts, and sums back.
+
+    Attributes:
+        transport: between the ranks that split the experts; None if all experts are on every rank.
+        width: the mesh axes that split the experts' F. mlp: those that split an MLP's width. gathered: those of the
+            latter along which tokens differ.
+        wire: the format of partial sums on the wire. encode: of rows on their way to the experts, None for bfloat16.
+    """
+
+    transport: Transport | None
+    width: tuple[str, ...]
+    mlp: tuple[str, ...]
+    gathered: tuple[str, ...]
+    wire: str
+    encode: Encode | None = None
+
+    @property
+    def meeting(self) -> int:
+        return self.transport.ranks if self.transport else 1
+
+    @property
+    def splits_width(self) -> bool:
+        return bool(self.width)
+
+    def widest(self, amax: Float[Array, "..."]) -> Float[Array, "..."]:
+        return _pmax(amax, self.width) if self.width else amax
+
+    def dispatch(
+        self, rows: Float[Array, "t l"], ids: Int[Array, "t x"], weights: Float[Array, "t x"], experts: int
+    ) -> Arrived:
+        transport = self.transport
+        if transport is None:
+            return Arrived(rows, ids, weights)
+        plan = transport.plan(ids, experts)
+        rows = send_rows(transport, rows, plan, self.encode)
+        ids = own_ids(transport.send(ids, plan), transport.axes, experts)
+        return Arrived(rows, ids, transport.send(weights, plan), plan)
+
+    def combine(self, sums: Float[Array, "n l"], arrived: Arrived) -> Float[Array, "t l"]:
+        if self.transport is not None:
+            sums = self.transport.bring_back(to_wire(sums, self.wire), arrived.home)
+        return self._sum(sums, self.width)
+
+    def gather(self, x: Float[Array, "t d"]) -> Float[Array, "n d"]:
+        return jax.lax.all_gather(x, self.gathered, tiled=True) if self.gathered else x
+
+    def total(self, *parts: Float[Array, "..."] | None) -> tuple[Any, ...]:
+        """The experts' sums are whole already. The MLP's are scattered to their tokens' ranks and added."""
+        sums, mlp = parts if len(parts) > 1 else (*parts, None)
+        if mlp is not None and self.gathered:
+            mlp = jax.lax.psum_scatter(to_wire(mlp, self.wire), self.gathered, scatter_dimension=0, tiled=True)
+            mlp = mlp.astype(jnp.float32)
+        if mlp is not None:
+            mlp = self._sum(mlp, tuple(axis for axis in self.mlp if axis not in self.gathered))
+        return (sums, mlp)[: len(parts)]
+
+    def _sum(self, sums: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:
+        return jax.lax.psum(to_wire(sums, self.wire), axes).astype(jnp.float32) if axes else sums
 
 
 def own_ids(ids: Int[Array, "t x"], axes: tuple[str, ...], experts: int) -> Int[Array, "t x"]:

@@ -11,15 +11,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from sharding.dispatch import WIRES, Ranks, ReplicatedTokens
+from sharding.chunks import padded
+from sharding.dispatch import WIRES, Ranks, ReplicatedTokens, ShardedTokens
 from sharding.mesh import AXES, MeshSizes
 from sharding.mlp_tp import mlp_tp
 from sharding.rules import AxisRules, layout_rules, local_shape, partition_spec
+from sharding.transports import TRANSPORTS, Encode
 
 Specs = Callable[[Any, AxisRules], Any]
 """`specs(layer, rules)`: the PartitionSpec of every parameter, as a prefix of the layer's pytree."""
@@ -93,28 +94,60 @@ class Layout:
         return NamedSharding(self.mesh, partition_spec(axes, self.rules))
 
 
-def make_layout(
-    mesh: Mesh | None, tokens: str, *, split_shared: bool = False, transport: str | None = None, wire: str = "f32"
-) -> Layout:
-    """The layout of MoE layers over `mesh`, or for `mesh=None` on one device.
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """How rows and sums travel between ranks.
+
+    Attributes:
+        wire: the format of partial sums that ranks add up, "f32" or "bf16".
+        transport: of sharded tokens, "all_gather" (None) or "per_rank"; see `choose_transport`.
+        encode: of rows on their way to the experts where tokens are sharded; None for bfloat16.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+
+    wire: str = "f32"
+    transport: str | None = None
+    encode: Encode | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRES:
+            raise ValueError(f"wire={self.wire!r} is not one of {', '.join(WIRES)}")
+        if self.transport is not None and self.transport not in TRANSPORTS:
+            raise ValueError(f"transport={self.transport!r} is not one of {', '.join(TRANSPORTS)}, nor None")
+
+
+_AS_IT_IS = Travel()
+
+
+def make_layout(mesh: Mesh | None, tokens: str, travel: Travel = _AS_IT_IS, *, split_shared: bool = False) -> Layout:
+    """The layout of MoE layers over `mesh`; None is for one device.
 
     Raises:
         ValueError: the mesh has other axes, an option is unknown, or one is given that means nothing here.
     """
-    rules = _checked_rules(mesh, tokens, split_shared, transport, wire)
+    rules = _checked_rules(mesh, tokens, split_shared, travel)
     if mesh is None:
         return Layout()
     expert, width, shared = (_split(mesh, axes) for axes in (rules.expert, rules.expert_ff, rules.shared_ff))
-    return Layout(mesh, rules, ReplicatedTokens(expert, width, shared, wire))
+    if tokens == "replicated":
+        return Layout(mesh, rules, ReplicatedTokens(expert, width, shared, travel.wire))
+    transport = None
+    if expert:
+        ranks = mesh_sizes(mesh).expert
+        transport = TRANSPORTS[travel.transport or "all_gather"](expert, ranks)
+    gathered = tuple(axis for axis in shared if axis in rules.tokens)
+    return Layout(mesh, rules, ShardedTokens(transport, width, shared, gathered, travel.wire, travel.encode))
 
 
 def make_mlp_layout(
     width: int,
     mesh: Mesh | None,
     tokens: str,
+    travel: Travel,
     *,
     split_shared: bool = False,
-    wire: str = "f32",
     gpus_per_node: int = 8,
 ) -> Layout:
     """The layout of dense layers whose MLP is `width` wide.
@@ -126,7 +159,7 @@ def make_mlp_layout(
         ValueError: the mesh has other axes, an option is unknown, or the width cannot be split evenly.
         NotImplementedError: another mesh is needed, and this one's axes are explicit.
     """
-    rules = _checked_rules(mesh, tokens, split_shared, None, wire)
+    rules = _checked_rules(mesh, tokens, split_shared, travel)
     if mesh is None:
         return Layout()
     sizes = mesh_sizes(mesh)
@@ -138,12 +171,14 @@ def make_mlp_layout(
         elif shards < ranks:
             mesh, rules = _mesh_of_copies(mesh, shards), dataclasses.replace(rules, mlp_ff=("tensor",))
     local_shape((width,), ("mlp_ff",), mesh_sizes(mesh), rules)
-    return Layout(mesh, rules, ReplicatedTokens((), (), _split(mesh, rules.mlp_ff), wire))
+    split = _split(mesh, rules.mlp_ff)
+    if tokens == "replicated":
+        return Layout(mesh, rules, ReplicatedTokens((), (), split, travel.wire))
+    gathered = tuple(axis for axis in split if axis in rules.tokens)
+    return Layout(mesh, rules, ShardedTokens(None, (), split, gathered, travel.wire))
 
 
-def _checked_rules(mesh: Mesh | None, tokens: str, split_shared: bool, transport: str | None, wire: str) -> AxisRules:
-    if wire not in WIRES:
-        raise ValueError(f"{wire=} is not one of {', '.join(WIRES)}")
+def _checked_rules(mesh: Mesh | None, tokens: str, split_shared: bool, travel: Travel) -> AxisRules:
     rules = layout_rules(tokens, split_shared)
     if mesh is None and tokens == "sharded":
         raise ValueError("tokens='sharded' needs a mesh: pass mesh=sharding.make_mesh(...)")
@@ -152,8 +187,8 @@ def _checked_rules(mesh: Mesh | None, tokens: str, split_shared: bool, transport
             f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, not {', '.join(AXES)}: "
             "sharding.make_mesh(data=, expert=, tensor=) makes one"
         )
-    if transport is not None and tokens == "replicated":
-        raise ValueError(f"{transport=} is for tokens='sharded'; replicated tokens do not travel")
+    if travel.transport is not None and tokens == "replicated":
+        raise ValueError(f"transport={travel.transport!r} is for tokens='sharded'; replicated tokens do not travel")
     return rules
 
 
@@ -189,7 +224,7 @@ def _run_over_mesh(layout: Layout, body: Callable[..., Any], specs: Specs, layer
     padded_count = max(-(-count // layout.token_shards), 1) * layout.token_shards
     token_spec = partition_spec(("tokens",), layout.rules)
     in_specs = (specs(layer, layout.rules), *(token_spec for _ in tokens))
-    arguments = (layer, *jax.tree.map(lambda array: _padded(array, padded_count), tokens))
+    arguments = (layer, *jax.tree.map(lambda array: padded(array, padded_count), tokens))
     if layout._explicit:
         arguments = jax.tree.map(functools.partial(_reshard, layout.mesh), in_specs, arguments, is_leaf=_is_spec)
     results = jax.shard_map(
@@ -212,13 +247,6 @@ def _reshard(mesh: Mesh, spec: PartitionSpec, value: Any) -> Any:
 
 def _is_spec(node: Any) -> bool:
     return isinstance(node, PartitionSpec)
-
-
-def _padded(array: Array, count: int) -> Array:
-    if array.shape[0] == count:
-        return array
-    fill = -1 if jnp.issubdtype(array.dtype, jnp.integer) else 0
-    return jnp.pad(array, [(0, count - array.shape[0])] + [(0, 0)] * (array.ndim - 1), constant_values=fill)
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> Any:

@@ -4,7 +4,7 @@ import jax
 import pytest
 from annotations import unchecked_annotations
 
-from sharding import AxisRules, MeshSizes, local_shape, make_mesh, mesh_axes, parse_mesh
+from sharding import AxisRules, MeshSizes, choose_transport, local_shape, make_mesh, mesh_axes, parse_mesh
 
 
 def test_a_mesh_has_all_three_axes() -> None:
@@ -69,3 +69,11 @@ def test_impossible_layouts() -> None:
         AxisRules(hidden=("model",))
     with pytest.raises(ValueError, match="different lengths"):
         local_shape((8, 8), ("expert",), sizes)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus_per_node", "chosen"),
+    [(2, 8, "all_gather"), (8, 8, "all_gather"), (32, 8, "all_gather"), (16, 72, "all_gather"), (32, 72, "per_rank")],
+)
+def test_the_transport_of_the_release(ranks: int, gpus_per_node: int, chosen: str) -> None:
+    assert choose_transport(ranks, 896, 16, gpus_per_node) == chosen
