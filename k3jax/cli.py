@@ -141,6 +141,61 @@ def inspect(
 
 
 @app.command()
+def convert(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint folder.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder, or one that was converted to before.")],
+    layers: Annotated[str | None, typer.Option(metavar="0,1,5-7", help="Layers, from 0. Default: all.")] = None,
+    mesh: Annotated[
+        str, typer.Option(metavar="expert=8,tensor=1", help="Mesh to hold a layer on meanwhile. Default: one device.")
+    ] = "",
+    recipe: Annotated[str, typer.Option(help="bf16, w4a16, w4a8 or w4a8_fp8.")] = "w4a16",
+    implementation: Annotated[
+        str | None, typer.Option(help="Whose layout: mosaic, or xla for the checkpoint's. Default: as on this device.")
+    ] = None,
+    quantize_plain: Annotated[
+        bool, typer.Option("--quantize-plain", help="Quantise experts that are not stored in MXFP4 for the w4 recipes.")
+    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Then read everything back that OUT holds.")] = False,
+) -> None:
+    """Write layers in the layout that a device wants, once. Goes on where it was stopped; load_layer reads OUT."""
+    with _errors_in_words():
+        from k3jax.compare.run import parse_layers
+        from k3jax.config import K3Config
+        from k3jax.convert import run
+        from k3jax.options import LoadOptions
+        from k3jax.progress import bytes_bar, progress_bar
+        from sharding import make_mesh
+        from sharding.mesh import parse_mesh
+        from sharding.simulated import simulate_devices
+
+        sizes = parse_mesh(mesh)
+        if mesh:
+            simulate_devices(sizes.devices)
+        layer_count = K3Config.from_pretrained(folder).num_hidden_layers
+        request = run.Request(
+            source=folder,
+            target=out,
+            layers=None if layers is None else parse_layers(layers, layer_count),
+            recipe=recipe,
+            implementation=implementation,
+            mesh=make_mesh(sizes.data, sizes.expert, sizes.tensor) if mesh else None,
+            options=LoadOptions(quantize_plain=quantize_plain),
+        )
+        with bytes_bar(Console(stderr=True)) as progress:
+            result = run.convert(request, progress)
+        print(f"{out}: {len(result.written)} layers written, {len(result.kept)} were there")
+        if result.renewed:
+            print(f"converted again, their source had changed: {', '.join(map(str, result.renewed))}")
+        wrong = []
+        if verify:
+            with progress_bar(Console(stderr=True)) as progress:
+                wrong = run.verify(out, progress)
+            print("\n".join(wrong) if wrong else "Everything reads back as it was written.")
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command()
 def bench(
     op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ and quantize.")] = "w13,w2",
     rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",

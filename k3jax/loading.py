@@ -4,22 +4,20 @@ Every byte is read once and goes straight to the memory of the devices that hold
 host's (`layer_arrays.py`); packed experts stay packed unless the recipe is "bf16".
 """
 
-import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from jax.sharding import Mesh
 
-from k3jax.checkpoint import Checkpoint, LayerTensors
-from k3jax.checkpoint.tensor_table import EXPERTS
+from k3jax.checkpoint import Checkpoint
+from k3jax.convert.restore import restore_layers
+from k3jax.convert.target import is_converted
 from k3jax.experts import RECIPES
 from k3jax.layer_arrays import LayerArrays
 from k3jax.mlp import GatedMLP, mlp_layout
 from k3jax.moe import MoE, moe_layout
 from k3jax.options import DEFAULTS, LoadOptions
-from k3jax.stored_weights import BF16
-
-_log = logging.getLogger("k3jax")
+from k3jax.stored_weights import log_rounding, require_storage
 
 
 def load_layer(
@@ -33,6 +31,8 @@ def load_layer(
     options: LoadOptions = DEFAULTS,
 ) -> GatedMLP | MoE:
     """The MLP of 0-based `layer` of the checkpoint folder `path`: a GatedMLP for a dense layer, else an MoE.
+
+    `path` may also be a folder that `k3jax convert` wrote.
 
     Over a `mesh` (`sharding.make_mesh`) experts are split along its axis `expert`, and their width along `tensor`. With
     `tokens="replicated"`, ranks along these two work on the same tokens; with "sharded", each along `expert` has its
@@ -79,6 +79,16 @@ def load_layers(
     """
     if recipe not in RECIPES:
         raise ValueError(f"{recipe=} is not one of {', '.join(RECIPES)}")
+    if is_converted(path):
+        return restore_layers(
+            path,
+            layers,
+            mesh=mesh,
+            recipe=recipe,
+            implementation=implementation,
+            tokens=tokens,
+            options=options,
+        )
     checkpoint = Checkpoint.open(path)
     config, numbers = checkpoint.config, list(layers)
     located = []
@@ -88,11 +98,11 @@ def load_layers(
         else:
             layout = mlp_layout(config.intermediate_size, mesh, tokens, options)
         tensors = checkpoint.read_layer(layer)
-        _require_storage(tensors, recipe, options, checkpoint.path)
+        require_storage(tensors, recipe, options, checkpoint.path)
         located.append((layer, layout, tensors))
     results = []
     for layer, layout, tensors in located:
-        _log_rounding(tensors, layer, checkpoint.path)
+        log_rounding(tensors, layer, checkpoint.path)
         arrays = LayerArrays(tensors, layout, options)
         made: GatedMLP | MoE
         if config.is_moe(layer):
@@ -113,23 +123,3 @@ def load_layers(
             made = GatedMLP(gate_up, down, activation=config.activation, mesh=mesh, tokens=tokens, options=options)
         results.append(made)
     return results
-
-
-def _require_storage(tensors: LayerTensors, recipe: str, options: LoadOptions, path: Path) -> None:
-    stems = (stem for stem, stored in tensors.stored.items() if stem.startswith(EXPERTS) and stored != "mxfp4")
-    other = next(stems, None)
-    if other is not None and RECIPES[recipe].packed and not options.quantize_plain:
-        how = "in NVFP4" if tensors.stored[other] == "nvfp4" else f"plain, in {tensors.dtype(f'{other}.weight')}"
-        raise ValueError(
-            f"{path}: {other}.weight is stored {how}, and {recipe=} needs experts in MXFP4; "
-            'load with recipe="bf16", or pass LoadOptions(quantize_plain=True) to quantise them now'
-        )
-
-
-def _log_rounding(tensors: LayerTensors, layer: int, path: Path) -> None:
-    plain = [tensors.dtype(f"{stem}.weight") for stem, stored in tensors.stored.items() if stored == "plain"]
-    rounded = [str(dtype) for dtype in plain if dtype != BF16]
-    rounded += ["NVFP4" for stored in tensors.stored.values() if stored == "nvfp4"]
-    if rounded:
-        names = " and ".join(sorted(set(rounded)))
-        _log.warning("%s: layer %d: %d tensors stored as %s are rounded to bfloat16", path, layer, len(rounded), names)

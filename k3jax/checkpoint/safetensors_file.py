@@ -69,6 +69,11 @@ class TensorEntry:
     begin: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in bytes."""
+        return self.end - self.begin
+
 
 class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read a tensor to see that it is one
     """A checked safetensors file: a mapping from tensor name to a read-only array, read anew at each access.
@@ -148,6 +153,16 @@ class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read
                 read -= len(left.pop(0))
             if read:
                 left[0] = left[0][read:]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file when it was opened."""
+        return self._status.st_size
+
+    @property
+    def modified_ns(self) -> int:
+        """When the file was last written to before it was opened, in nanoseconds since 1970."""
+        return self._status.st_mtime_ns
 
     def require_unchanged(self) -> None:
         """Raises ValueError if the opened file was written to or cut since its header was read."""
