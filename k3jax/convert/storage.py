@@ -1,6 +1,8 @@
 """One layer's arrays to and from disk, by orbax."""
 
-from collections.abc import Mapping
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ def save(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
         OSError: they could not be written.
     """
     try:
-        with _checkpointer() as checkpointer:
+        with _unlogged(), _checkpointer() as checkpointer:
             checkpointer.save((folder / ARRAYS).absolute(), args=_args().PyTreeSave(dict(arrays)))
     except Exception as error:  # orbax and what it stands on raise many kinds, for a full disk too
         raise OSError(f"{folder.parent} could not be written: {error}") from error
@@ -35,12 +37,23 @@ def restore(folder: Path, described: Mapping[str, Any], shardings: Mapping[str, 
         for name, array in described.items()
     }
     try:
-        with _checkpointer() as checkpointer:
+        with _unlogged(), _checkpointer() as checkpointer:
             restore_args = checkpoint_utils.construct_restore_args(wanted)
             arguments = _args().PyTreeRestore(item=wanted, restore_args=restore_args)
             return checkpointer.restore((folder / ARRAYS).absolute(), args=arguments)
     except Exception as error:
         raise ValueError(f"{folder} cannot be read back: {error}; convert this layer again") from error
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Keeps orbax from logging the traceback of an error that is raised and told in words as well."""
+    logger = logging.getLogger("absl")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _checkpointer() -> Any:
