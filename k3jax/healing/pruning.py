@@ -1,0 +1,103 @@
+"""Choosing which experts to keep, and the layer that has only those: pure functions, nothing is trained here."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from k3jax.moe import MoE, MoEArrays
+from k3jax.routing import Routing
+
+RULES = ("load", "weighted-load", "output-norm")
+
+
+def expert_scores(
+    layer: MoE, x: Float[Array, "t d"], mask: Bool[Array, " t"] | None = None, *, by: str
+) -> Float[Array, " e"]:
+    """How much the tokens `x [T, D]` use each expert, float32 `[E]`; add the scores of several batches up.
+
+        load            rows                      sum over (t, k) with ids[t, k] = e of 1
+        weighted-load   rows by their weights     ... of weights[t, k]
+        output-norm     what they add             ... of weights[t, k] * |expert e's output for token t|
+
+    Tokens whose `mask` is False count nothing.
+
+    Raises:
+        ValueError: there is no such rule.
+    """
+    if by not in RULES:
+        raise ValueError(f"{by=} is not one of {', '.join(RULES)}")
+    routing = layer.route(x, mask)
+    if by == "load":
+        each = jnp.ones_like(routing.weights)
+    elif by == "weighted-load":
+        each = routing.weights
+    else:
+        # One slot at a time, the layer's own sum is that slot's weighted expert alone.
+        slots = [Routing(routing.ids[:, k, None], routing.weights[:, k, None]) for k in range(routing.ids.shape[1])]
+        outputs = [layer.routed(x, slot).astype(jnp.float32) for slot in slots]
+        each = jnp.stack([jnp.linalg.norm(output, axis=-1) for output in outputs], axis=1)
+    num_experts = layer.router.bias.shape[0]
+    bins = jnp.where(routing.ids < 0, num_experts, routing.ids)
+    return jnp.zeros(num_experts + 1, jnp.float32).at[bins].add(each)[:num_experts]
+
+
+def best_experts(scores: Float[np.ndarray, " e"], keep: int) -> Int[np.ndarray, " keep"]:
+    """The ids of the `keep` largest scores, ascending; equal scores go to the lowest id.
+
+    Raises:
+        ValueError: `keep` is not between 1 and the number of experts, or a score is NaN.
+    """
+    values = np.asarray(scores, np.float64)
+    if not 1 <= keep <= values.size:
+        raise ValueError(f"{keep=} must be between 1 and the layer's {values.size} experts")
+    if np.isnan(values).any():
+        raise ValueError(f"expert {int(np.argmax(np.isnan(values)))} has a score of NaN: do the tokens hold one?")
+    return np.sort(np.argsort(-values, kind="stable")[:keep])
+
+
+def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
+    """`layer` with the experts `ids` only, numbered anew in that order: their bits, their router rows, their biases.
+
+    Everything else is the same; tokens whose experts are gone go to the best of those that are left.
+
+    Raises:
+        ValueError: fewer experts are left than a token picks, or an id is no expert or is named twice.
+        NotImplementedError: the router chooses among groups of experts, which would become uneven; or the layer is on
+            a mesh (cut it on one device, save it and load it on the mesh).
+    """
+    config = layer.config
+    assert config.num_experts is not None
+    if layer.layout.mesh is not None:
+        raise NotImplementedError("cutting experts out of a layer on a mesh is not implemented: cut it on one device")
+    if config.num_expert_group > 1:
+        raise NotImplementedError(f"cutting experts out of {config.num_expert_group} groups is not implemented")
+    if len(ids) < config.experts_per_token:
+        raise ValueError(f"{len(ids)} experts are left, but num_experts_per_token={config.experts_per_token}")
+    if len(np.unique(ids)) < len(ids) or ids.min() < 0 or ids.max() >= config.num_experts:
+        raise ValueError(f"the ids to keep must be different ones below {config.num_experts}, not {ids.tolist()}")
+
+    def cut(weights: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf[ids], weights)
+
+    arrays = MoEArrays(
+        router_weight=layer.router.weight[...][ids],
+        router_bias=layer.router.bias[...][ids],
+        latent_down=_value(layer.latent_down),
+        latent_norm=_value(layer.latent_norm),
+        latent_up=_value(layer.latent_up),
+        shared_gate_up=None if layer.shared is None else layer.shared.gate_up[...],
+        shared_down=None if layer.shared is None else layer.shared.down[...],
+        w13=cut(layer.w13.get_value()),
+        w2=cut(layer.w2.get_value()),
+    )
+    fewer = dataclasses.replace(config, num_experts=len(ids))
+    return MoE(fewer, recipe=layer.recipe, implementation=layer.implementation, arrays=arrays)
+
+
+def _value(variable: nnx.Param | None) -> Array | None:
+    return None if variable is None else variable[...]

@@ -1,0 +1,179 @@
+"""A run of healing: batches, steps, states on disk, and a report of how it goes. Deterministic, also after a resume."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.healing.loss import LossWeights, Power
+from k3jax.healing.optimizer import Schedule
+from k3jax.healing.pairs import Pairs, batch_rows, stages_of
+from k3jax.healing.state_files import open_states
+from k3jax.healing.step import Frozen, Params, make_step, split, start
+from k3jax.mlp import GatedMLP
+from k3jax.moe import MoE
+
+Progress = Callable[[int, int, str], None]
+History = list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run does, apart from its layer and its tokens.
+
+    Attributes:
+        batch: tokens a step. accumulate: micro-batches that a step's tokens are split into, one in memory at a time.
+        seed: of the order of batches. save_every: steps between states on disk.
+    """
+
+    schedule: Schedule
+    batch: int = 256
+    accumulate: int = 1
+    loss: LossWeights = field(default_factory=LossWeights)
+    seed: int = 0
+    save_every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.accumulate < 1 or self.batch < 1 or self.batch % self.accumulate:
+            raise ValueError(f"accumulate={self.accumulate} must divide batch={self.batch}")
+        if self.save_every < 1:
+            raise ValueError(f"save_every={self.save_every} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A run's result: the layer, what each step's numbers were, and tokens a second of this process's steps."""
+
+    layer: Any
+    history: History
+    tokens_per_second: float | None
+
+
+def relative_errors(layer: GatedMLP | MoE, pairs: Pairs) -> dict[str, float]:
+    """The relative L2 of the layer's `output`, and of its `normed_latent` where the teacher's is known."""
+    ours = stages_of(layer, pairs.x)
+    theirs = [pairs.output, pairs.normed_latent]
+    return {
+        name: float(np.linalg.norm(_wide(a) - _wide(b)) / np.linalg.norm(_wide(b)))
+        for name, a, b in zip(("output", "normed_latent"), ours, theirs, strict=False)
+        if b is not None
+    }
+
+
+def train(
+    layer: GatedMLP | MoE,
+    pairs: Pairs,
+    plan: Plan,
+    *,
+    states: Path | None = None,
+    progress: Progress = lambda done, total, what: None,
+) -> Healed:
+    """Trains everything of `layer` but its packed experts and its router's bias to give `pairs.output` for `pairs.x`.
+
+    Args:
+        states: a folder for states to resume from; the run begins at the last one that it holds.
+        progress: called after each step with steps done, steps in all, and the loss, the throughput and the time left.
+
+    Raises:
+        ValueError: there are fewer pairs than a batch, or `states` holds another run's states.
+    """
+    if len(pairs) < plan.batch:
+        raise ValueError(f"batch={plan.batch} tokens are more than the {len(pairs)} to train on")
+    student, params, frozen = split(layer)
+    optimizer = plan.schedule.optimizer()
+    step = make_step(student, optimizer, _power(pairs), plan.loss)
+    state = start(params, optimizer)
+    history: History = []
+    described = _described(plan, pairs, params, frozen)
+    del params
+    with open_states(states, described) as files:
+        if files is not None and (found := files.latest(state)) is not None:
+            state, history = found
+        loop = _Loop(plan, history, progress)
+        for position in range(int(state.step), plan.schedule.steps):
+            state, numbers = step(state, frozen, _batch(pairs, plan, position))
+            loop.made_step(numbers)
+            if files is not None and ((position + 1) % plan.save_every == 0 or position + 1 == plan.schedule.steps):
+                files.save(state, history)
+    return Healed(student.layer(state.params, frozen), history, loop.tokens_per_second)
+
+
+class _Loop:
+    """Keeps the history and tells how it goes. The first step, which compiles, counts for no throughput."""
+
+    def __init__(self, plan: Plan, history: History, progress: Progress) -> None:
+        self._plan = plan
+        self._history = history
+        self._progress = progress
+        self._rate = plan.schedule.rate()
+        self._began: float | None = None
+        self._timed = 0
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        if self._began is None or not self._timed:
+            return None
+        return self._timed * self._plan.batch / (self._last - self._began)
+
+    def made_step(self, numbers: dict[str, jax.Array]) -> None:
+        done, steps = len(self._history), self._plan.schedule.steps
+        record = {name: float(value) for name, value in sorted(numbers.items())}
+        self._history.append({"learning_rate": float(self._rate(done))} | record)
+        self._last = time.perf_counter()
+        if self._began is None:
+            self._began = self._last
+        else:
+            self._timed += 1
+        text = f"relative L2 {record['output'] ** 0.5:.4f}"
+        if (rate := self.tokens_per_second) is not None:
+            left = (steps - done - 1) * self._plan.batch / rate
+            text += f", {rate:,.0f} tokens/s, {left:,.0f} s left"
+        self._progress(done + 1, steps, text)
+
+
+def _batch(pairs: Pairs, plan: Plan, position: int) -> dict[str, jax.Array]:
+    """Batch number `position` as `[accumulate, tokens, ...]`."""
+    some = pairs.take(batch_rows(len(pairs), plan.batch, position, plan.seed))
+    arrays = {"x": some.x, "output": some.output}
+    if some.normed_latent is not None:
+        arrays["normed_latent"] = some.normed_latent
+    return {name: jnp.asarray(a.reshape(plan.accumulate, -1, a.shape[1])) for name, a in arrays.items()}
+
+
+def _power(pairs: Pairs) -> Power:
+    latent = pairs.normed_latent
+    return Power(_mean_square(pairs.output), None if latent is None else _mean_square(latent))
+
+
+def _mean_square(values: np.ndarray) -> float:
+    return float(np.mean(np.sum(np.square(_wide(values)), axis=-1)))
+
+
+def _wide(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.float64)
+
+
+def _described(plan: Plan, pairs: Pairs, params: Params, frozen: Frozen) -> dict[str, Any]:
+    """What must be the same for a run to go on where another one stopped, as JSON values."""
+    settings = dataclasses.asdict(plan)
+    del settings["save_every"]
+    return settings | {
+        "tokens": len(pairs),
+        "power": _mean_square(pairs.output),
+        "weights": [int(total) for total in jax.tree.leaves(_sums_of_bits((params, frozen)))],
+    }
+
+
+@jax.jit
+def _sums_of_bits(tree: Any) -> Any:
+    """Of each array the sum of its words modulo 2^32: tells layers apart, in any order of summation."""
+    words = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    return jax.tree.map(
+        lambda leaf: jnp.sum(jax.lax.bitcast_convert_type(leaf, words[leaf.dtype.itemsize]), dtype=jnp.uint32), tree
+    )

@@ -1,0 +1,138 @@
+"""Cuts experts out of one layer and heals what is left by layer-wise distillation, or heals it from a capture.
+
+uv run scripts/heal.py --keep 16 --out healed                          # layer 1 of the embedded checkpoint
+uv run scripts/heal.py --checkpoint DIR --layer 5 --keep 448 --by load --teacher capture.safetensors --out healed
+uv run scripts/heal.py --synthetic --keep 112 --steps 10               # a layer at the release's widths, without files
+
+The teacher is the whole layer, or what an engine computed with it (docs/captures.md). Prints the relative L2 error of
+the output on tokens that were not trained on, before and after. docs/training.md describes the method.
+"""
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from k3jax import default_checkpoint, outputs, save_layer
+from k3jax.healing import memory, run
+from k3jax.healing.loss import LossWeights
+from k3jax.healing.optimizer import Schedule
+from k3jax.healing.plot import loss_plot
+from k3jax.healing.training import Plan
+from k3jax.progress import progress_bar
+
+
+class Rule(StrEnum):
+    """Which experts are worth keeping."""
+
+    LOAD = "load"
+    WEIGHTED_LOAD = "weighted-load"
+    OUTPUT_NORM = "output-norm"
+
+
+def main(
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint folder. Default: a small embedded one.")] = None,
+    synthetic: Annotated[
+        bool, typer.Option("--synthetic", help="A random layer at the release's widths, with twice --keep experts.")
+    ] = False,
+    layer: Annotated[int, typer.Option(min=0, help="Which layer, from 0.")] = 1,
+    keep: Annotated[int | None, typer.Option(min=1, help="How many experts to keep. Default: all.")] = None,
+    by: Annotated[Rule, typer.Option(help="What an expert is worth: its rows, their weights, or what it adds.")] = (
+        Rule.OUTPUT_NORM
+    ),
+    teacher: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A capture of the layer's input and output. Default: the layer.")
+    ] = None,
+    recipe: Annotated[str, typer.Option(help="Of the student: bf16, w4a16, w4a8 or w4a8_fp8.")] = "w4a16",
+    implementation: Annotated[
+        str | None, typer.Option(help="Of the GEMMs. Default: the fastest that runs here.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=8, help="Tokens, one in 8 held out. Default: 8192.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = 300,
+    batch: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 256,
+    accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that a step is split into.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="The schedule's highest.")] = 5e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    latent_weight: Annotated[float, typer.Option(help="Of the normed latent's error in the loss.")] = 0.1,
+    balance_weight: Annotated[float, typer.Option(help="Of the router's imbalance in the loss.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens and batches.")] = 0,
+    states: Annotated[Path | None, typer.Option(help="Folder of states; a run that finds one there resumes.")] = None,
+    save_every: Annotated[int, typer.Option(min=1, help="Steps between states.")] = 50,
+    out: Annotated[Path | None, typer.Option(help="New checkpoint folder for the healed layer.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Plot of the error over the steps.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Log of the run.")] = None,
+) -> None:
+    """Cut experts out of a layer, heal what is left, and save it as a checkpoint."""
+    console = Console(stderr=True, highlight=False)
+    try:
+        for file in filter(None, (plot, json_file)):
+            outputs.require_writable(file)
+        if out is not None and out.exists():
+            raise FileExistsError(f"{out} exists; choose a new folder, or remove it")
+        schedule = Schedule(steps, learning_rate, min(warmup, steps - 1), weight_decay, clip)
+        losses = LossWeights(latent=latent_weight, balance=balance_weight)
+        request = run.Request(
+            checkpoint=None if synthetic else checkpoint or default_checkpoint(),
+            plan=Plan(schedule, batch, accumulate, losses, seed, save_every),
+            layer=layer,
+            keep=keep,
+            by=by.value,
+            recipe=recipe,
+            implementation=implementation,
+            teacher=teacher,
+            tokens=tokens,
+            states=states,
+        )
+        result = _heal(request, console)
+        _print_costs(result)
+        if out is not None:
+            source = request.checkpoint or result.config
+            assert source is not None
+            print(f"saved: {save_layer(result.healed.layer, out, index=layer, source=source)}")
+    except (ValueError, NotImplementedError, OSError) as error:
+        console.print(f"[red]error:[/] {error}", highlight=False)
+        raise typer.Exit(1) from None
+    if json_file is not None:
+        outputs.write_json(json_file, run.as_json(result))
+    if plot is not None:
+        outputs.write_text(plot, _plot(result))
+
+
+def _heal(request: run.Request, console: Console) -> run.Result:
+    """Runs it with a bar, and ten lines of progress where there is no terminal to draw one on."""
+    with progress_bar(console) as bar:
+
+        def show(done: int, total: int, what: str) -> None:
+            bar(done, total, what)
+            if not console.is_terminal and (done * 10 // total) > ((done - 1) * 10 // total):
+                print(f"step {done}/{total}: {what}", flush=True)
+
+        return run.heal(request, show, lambda line: print(line, flush=True))
+
+
+def _print_costs(result: run.Result) -> None:
+    rate = result.healed.tokens_per_second
+    speed = "" if rate is None else f"{rate:,.0f} tokens/s in training, "
+    print(f"{speed}{result.seconds:.0f} s in all")
+    parts = [result.frozen_bytes, result.trained_bytes, result.activation_bytes or 0]
+    peak = "" if result.peak_bytes is None else f"; peak {result.peak_bytes / 1e9:.3f} GB"
+    print(
+        f"memory: frozen {parts[0] / 1e9:.3f} GB (no gradient, no optimiser state) + trained {parts[1] / 1e9:.3f} GB "
+        f"({memory.BYTES_A_PARAMETER} bytes a parameter) + activations below {parts[2] / 1e9:.3f} GB{peak}"
+    )
+
+
+def _plot(result: run.Result) -> str:
+    series = {"output": [record["output"] ** 0.5 for record in result.healed.history]}
+    if "latent" in result.healed.history[0]:
+        series["normed latent"] = [record["latent"] ** 0.5 for record in result.healed.history]
+    marks = {"held out, before": result.before["output"], "held out, after": result.after["output"]}
+    return loss_plot(series, marks, f"Relative L2 error of layer {result.request.layer} while healing")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,247 @@
+"""Healing: which experts stay, what is trained, that it helps, and that a killed run goes on as if nothing had been."""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from layers import SMALL, checkpoint_tensors, random_arrays, random_layer, random_tokens, small_config
+from numerics import as_float64, assert_same_bits, relative_l2
+
+from k3jax import MoE
+from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
+from k3jax.healing import memory, run
+from k3jax.healing.loss import LossWeights, Power, distillation_loss, imbalance
+from k3jax.healing.optimizer import Schedule
+from k3jax.healing.pairs import batch_rows
+from k3jax.healing.pruning import RULES, best_experts, cut_experts, expert_scores
+from k3jax.healing.step import TrainState, make_step, split, start
+from k3jax.healing.tokens import structured_tokens
+from k3jax.healing.training import Plan
+from k3jax.reference import oracle_trace
+from k3jax.reference.layer import expert_rows
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "heal.py"
+
+# ---- pruning
+
+
+def test_scores_are_rows_weights_and_what_experts_add() -> None:
+    arrays = random_arrays(SMALL, "w4a16")
+    layer, x = MoE(SMALL, arrays=arrays), random_tokens((20, 128))
+    mask = np.arange(20) != 3
+    tensors = checkpoint_tensors(arrays)
+    trace = oracle_trace(SMALL, tensors, np.asarray(x), recipe="w4a16", mask=mask)
+    expected = {rule: np.zeros(16) for rule in RULES}
+    for t, k in np.ndindex(trace["expert_ids"].shape):
+        expert, weight = trace["expert_ids"][t, k], trace["expert_weights"][t, k]
+        if expert < 0:
+            continue
+        output = expert_rows(SMALL, tensors, int(expert), trace["latent"][t, None], recipe="w4a16")
+        for rule, value in (("load", 1), ("weighted-load", weight), ("output-norm", weight * np.linalg.norm(output))):
+            expected[rule][expert] += value
+    for rule in RULES:
+        scores = nnx.jit(lambda layer, x, mask, rule=rule: expert_scores(layer, x, mask, by=rule))(layer, x, mask)
+        assert relative_l2(scores, expected[rule]) < 4e-3, rule
+    with pytest.raises(ValueError, match="by='rank' is not one of load, weighted-load, output-norm"):
+        expert_scores(layer, x, by="rank")
+
+
+def test_the_best_experts_are_kept_and_ties_go_to_the_lowest_id() -> None:
+    scores = np.array([1.0, 5.0, 3.0, 3.0, 3.0, 0.0])
+    assert best_experts(scores, 3).tolist() == [1, 2, 3]
+    for keep in (0, 7):
+        with pytest.raises(ValueError, match=f"keep={keep} must be between 1 and the layer's 6 experts"):
+            best_experts(scores, keep)
+    with pytest.raises(ValueError, match="expert 2 has a score of NaN"):
+        best_experts(np.array([1.0, 2.0, np.nan]), 1)
+
+
+def test_a_cut_layer_has_the_kept_experts_bits_and_routes_among_them() -> None:
+    layer, x = random_layer(SMALL, "w4a16"), random_tokens((64, 128))
+    ids = np.array([0, 2, 3, 5, 7, 8, 11, 12, 13, 15])
+    cut = cut_experts(layer, ids)
+    assert cut.config == small_config(num_experts=10)
+    for ours, theirs in zip(jax.tree.leaves(cut.w13), jax.tree.leaves(layer.w13), strict=True):
+        assert_same_bits(ours, theirs[ids])
+    whole, left = (nnx.jit(lambda layer, x: layer.trace(x))(each, x) for each in (layer, cut))
+    unhurt = np.isin(whole["expert_ids"], ids).all(axis=1)
+    assert 3 <= unhurt.sum() <= 60
+    assert_same_bits(ids[left["expert_ids"][unhurt]], np.asarray(whole["expert_ids"])[unhurt].astype(ids.dtype))
+    assert relative_l2(left["output"][unhurt], whole["output"][unhurt]) < 1e-3
+    assert relative_l2(left["output"][~unhurt], whole["output"][~unhurt]) > 0.05
+    for wrong, message in (
+        (ids[:3], "3 experts are left, but num_experts_per_token=4"),
+        (ids[[0, 1, 2, 2]], "different"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cut_experts(layer, wrong)
+    grouped = MoE(small_config(num_expert_group=4, topk_group=2), arrays=random_arrays(SMALL, "w4a16"))
+    with pytest.raises(NotImplementedError, match="4 groups"):
+        cut_experts(grouped, ids)
+
+
+# ---- loss and step
+
+
+def batch_of(layer: MoE, count: int, seed: int) -> dict[str, jax.Array]:
+    trace = nnx.jit(lambda layer, x: layer.trace(x))(layer, random_tokens((count, 128), seed))
+    return {"x": random_tokens((count, 128), seed), "output": trace["output"], "normed_latent": trace["normed_latent"]}
+
+
+def test_masked_tokens_get_no_gradient_and_give_none_whatever_they_hold() -> None:
+    layer, student = random_layer(SMALL, "w4a16"), random_layer(SMALL, "w4a16", seed=5)
+    batch = batch_of(layer, 12, 3)
+    mask = jnp.arange(12) % 4 != 1
+
+    @nnx.jit
+    def gradients(student: MoE, batch: dict[str, Any]) -> Any:
+        def loss(student: MoE, x: jax.Array) -> jax.Array:
+            weights = LossWeights(latent=0.5, balance=0.5)
+            return distillation_loss(student, batch | {"x": x}, Power(100.0, 50.0), weights)[0]
+
+        return nnx.value_and_grad(loss, argnums=(0, 1))(student, batch["x"])
+
+    def poisoned(value: jax.Array) -> jax.Array:
+        return jnp.where(mask[:, None], value, jnp.nan)
+
+    clean = gradients(student, batch | {"mask": mask})
+    dirty = gradients(student, jax.tree.map(poisoned, batch) | {"mask": mask})
+    for a, b in zip(jax.tree.leaves(clean), jax.tree.leaves(dirty), strict=True):
+        assert_same_bits(a, b)
+    _, (_, dx) = clean
+    assert np.all(np.any(np.asarray(dx[mask]) != 0, axis=1))
+    assert not np.any(dx[~mask])
+
+
+def test_imbalance_is_zero_for_even_use_and_most_for_one_expert() -> None:
+    even = jnp.arange(32).reshape(8, 4) % 16
+    assert float(imbalance(jnp.zeros((8, 16)), even)) == pytest.approx(0, abs=1e-6)
+    logits = jnp.where(jnp.arange(16)[None, :] == 3, 20.0, -20.0) * jnp.ones((8, 1))
+    assert float(imbalance(logits, jnp.full((8, 4), 3))) == pytest.approx(15, rel=1e-5)
+    slope = jax.grad(lambda logits: imbalance(logits, jnp.full((8, 4), 3)))(jnp.zeros((8, 16)))
+    assert float(slope[0, 3]) > 0 > float(slope[0, 4]), "a step down takes rows from the busy expert"
+
+
+def test_only_what_is_unpacked_trains_and_micro_batches_add_up() -> None:
+    layer = random_layer(SMALL, "w4a16")
+    pairs = batch_of(random_layer(SMALL, "w4a16", seed=5), 16, 3)
+    student, params, frozen = split(layer)
+    trained = ["latent_down", "latent_norm", "latent_up", "router/weight", "shared/down", "shared/gate_up"]
+    assert sorted(params) == trained
+    assert all(value.dtype == jnp.float32 for value in params.values())
+    optimizer = Schedule(steps=10, warmup=0, weight_decay=0.01).optimizer()
+    sizes = {leaf.shape for leaf in jax.tree.leaves(start(params, optimizer)) if leaf.ndim}
+    assert sizes == {value.shape for value in params.values()}, "no optimiser state for packed experts"
+    frozen_bytes, trained_bytes = memory.state_bytes(layer)
+    assert frozen_bytes == 16 * (3 * 96 * 64 // 2 + 3 * 96 * 64 // 32) + 16 * 4
+    assert trained_bytes == 16 * sum(value.size for value in params.values())
+
+    def after(accumulate: int) -> tuple[TrainState, dict[str, Any]]:
+        step = make_step(student, optimizer, Power(100.0, 50.0), LossWeights())
+        fresh = jax.tree.map(jnp.copy, start(params, optimizer))
+        return step(fresh, frozen, {k: v.reshape(accumulate, -1, v.shape[1]) for k, v in pairs.items()})
+
+    (one, numbers), (four, others) = after(1), after(4)
+    assert int(one.step) == 1
+    for name in numbers:
+        assert float(others[name]) == pytest.approx(float(numbers[name]), rel=1e-2), name
+    first, second = (
+        (as_float64(one.optimizer[1][0].mu[n]) for n in trained),
+        (four.optimizer[1][0].mu[n] for n in trained),
+    )
+    for a, b in zip(first, second, strict=True):
+        assert relative_l2(b, a) < 1e-2
+    again = student.layer(params, frozen)
+    for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(layer), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_every_epoch_takes_each_row_once_in_another_order() -> None:
+    epochs = [np.concatenate([batch_rows(11, 3, 3 * epoch + i, seed=4) for i in range(3)]) for epoch in range(3)]
+    assert all(len(set(rows)) == 9 for rows in epochs)
+    assert len({tuple(rows) for rows in epochs}) == 3
+    assert_same_bits(batch_rows(11, 3, 4, seed=4), epochs[1][3:6])
+
+
+def test_tokens_are_the_same_again_and_have_unit_variance() -> None:
+    x = structured_tokens(400, 64, seed=3)
+    assert_same_bits(structured_tokens(400, 64, seed=3), x)
+    assert np.any(structured_tokens(400, 64, seed=3, stream=1) != x)
+    assert float(np.mean(as_float64(x) ** 2)) == pytest.approx(1, rel=0.2)
+
+
+# ---- whole runs
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"hidden_size": 128, "intermediate_size": 64, "latent_size": 64, "expert_width": 96}
+    config = synthetic_config(**sizes, num_experts=16, top_k=4, layers=2)
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", config)
+
+
+STEPS = 160
+
+
+@pytest.fixture(scope="module")
+def request_(checkpoint: Path) -> run.Request:
+    plan = Plan(Schedule(STEPS, learning_rate=1e-2), batch=128, save_every=10)
+    return run.Request(checkpoint=checkpoint, plan=plan, keep=8, tokens=2048)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(request_: run.Request) -> run.Result:
+    return run.heal(request_, lambda *_: None, lambda _: None)
+
+
+def test_healing_halves_the_error_of_cutting_half_of_the_experts(uninterrupted: run.Result) -> None:
+    result = uninterrupted
+    assert result.uncut["output"] == 0
+    assert result.before["output"] > 0.2
+    assert result.after["output"] < result.before["output"] / 2, (result.before, result.after)
+    assert len(result.kept or ()) == 8
+    assert len(result.healed.history) == STEPS
+
+
+def test_a_killed_run_resumes_to_the_bit(
+    request_: run.Request, uninterrupted: run.Result, checkpoint: Path, tmp_path: Path
+) -> None:
+    states = tmp_path / "states"
+    options: dict[str, object] = {
+        "--steps": STEPS,
+        "--learning-rate": 1e-2,
+        "--batch": 128,
+        "--save-every": 10,
+        "--keep": 8,
+    }
+    options |= {"--checkpoint": checkpoint, "--tokens": 2048, "--states": states}
+    command = [sys.executable, str(SCRIPT), *(str(part) for option in options.items() for part in option)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        while process.poll() is None and not (states / "20").exists():
+            time.sleep(0.01)
+    finally:
+        process.kill()
+        printed = process.communicate()[0]
+    assert process.returncode == -signal.SIGKILL, printed
+    assert not (states / str(STEPS)).exists()
+    steps: list[int] = []
+    resumed = run.heal(replace(request_, states=states), lambda done, *_: steps.append(done), lambda _: None)
+    assert 20 < steps[0] < STEPS
+    assert resumed.healed.history == uninterrupted.healed.history
+    for ours, theirs in zip(
+        jax.tree.leaves(resumed.healed.layer), jax.tree.leaves(uninterrupted.healed.layer), strict=True
+    ):
+        assert_same_bits(ours, theirs)
+    other = replace(request_, states=states, plan=replace(request_.plan, seed=1))
+    with pytest.raises(ValueError, match=r"holds another run's states .*seed=1, there 0.*; name another folder"):
+        run.heal(other, lambda *_: None, lambda _: None)
