@@ -5,6 +5,7 @@ x [T, D] -- latent down-projection --> [T, L] -- routed experts, weighted sum --
          -- RMSNorm -- latent up-projection --> [T, D]   + shared experts (x)   = output [T, D]
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from jaxtyping import Array, BFloat16, Bool, Float
 
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, FrozenExperts, Weights, gate_and_up_rows, routed_experts
+from k3jax.kernel_placement import lay_out_experts
 from k3jax.linear import linear, rms_norm
 from k3jax.mlp import GatedMLP, check_tokens
 from k3jax.moe_arrays import AXES, MoEArrays, check_arrays, local_shapes
@@ -78,16 +80,12 @@ class MoE(nnx.Module):
         self.w13 = FrozenExperts(arrays.w13, axes=AXES["w13"])
         self.w2 = FrozenExperts(arrays.w2, axes=AXES["w2"])
         place_parameters(self, self.layout)
-        for experts, gated in ((self.w13, True), (self.w2, False)):
-            w = gate_and_up_rows(experts.get_value()) if gated else experts.get_value()
-            laid_out = lay_out(
-                w, recipe=recipe, implementation=implementation, allow_inexact=options.allow_inexact, gated=gated
-            )
-            if laid_out is not w:
-                experts.set_value(laid_out)
-            select.explain(
-                "grouped_matmul", implementation=implementation, w=laid_out
-            )  # raises now, not at the first call
+        place = functools.partial(
+            lay_out, recipe=recipe, implementation=implementation, allow_inexact=options.allow_inexact
+        )
+        lay_out_experts(self.w13, self.w2, self.layout, place)
+        for experts in (self.w13, self.w2):  # raises now, not at the first call
+            select.explain("grouped_matmul", implementation=implementation, w=experts.get_value())
 
     def __call__(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> Float[Array, "... d"]:
         """`[..., D] -> [..., D]` in the dtype of `x` (bfloat16, float16 or float32).

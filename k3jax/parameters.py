@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pallas_kernels import KernelWeights
 from sharding import AxisRules, Layout, partition_spec
 
 Axes = tuple[str | None, ...]
@@ -18,8 +19,21 @@ def place_parameters(layer: nnx.Module, layout: Layout) -> None:
 
 
 def parameter_specs(layer: nnx.Module, rules: AxisRules) -> Any:
-    """`layer` with the PartitionSpec of each parameter in its place."""
-    return jax.tree.map(lambda variable: partition_spec(_axes(variable), rules), layer, is_leaf=_is_variable)
+    """`layer` with the PartitionSpec of each parameter, or of its leaves, in its place."""
+
+    def specs(variable: nnx.Variable) -> Any:
+        value, axes = variable.get_value(), _axes(variable)
+        if not isinstance(value, KernelWeights):
+            return partition_spec(axes, rules)
+        leaves = [partition_spec(leaf_axes, rules) for leaf_axes in kernel_axes(axes)]
+        return variable.replace(jax.tree.unflatten(jax.tree.structure(value), leaves))
+
+    return jax.tree.map(specs, layer, is_leaf=_is_variable)
+
+
+def kernel_axes(axes: Axes) -> tuple[Axes, Axes]:
+    """The logical axes of the words and the exponents of experts `axes` in a kernel's layout."""
+    return (axes[0], axes[-2], axes[-1], None), ("expert_part",)
 
 
 def _axes(variable: nnx.Variable) -> Axes:

@@ -127,7 +127,10 @@ def quantize_fp8_token(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")
-    if select.choose("quantize_fp8_token", implementation, x=x) == "mosaic":
+    chosen = select.choose("quantize_fp8_token", implementation, x=x)
+    if implementation == "mosaic" and amax is not None:
+        raise NotImplementedError("quantize_fp8_token: the mosaic kernel finds amax itself; pass implementation='xla'")
+    if chosen == "mosaic" and amax is None:
         from pallas_kernels.row_kernels import mosaic_hopper
 
         return mosaic_hopper.quantize_fp8_token(x)

@@ -18,7 +18,7 @@ class AxisRules:
         tokens: the rows that layers are called with. Groups along `data` never exchange anything.
         expert: routed experts, contiguous ranges a rank.
         expert_ff: F of the routed experts.
-        expert_part: one entry for every rank's part of every expert.
+        expert_part: one entry for every rank's part of every expert: those of the first rank along `tensor` first.
         shared_ff: the shared experts' width, over both axes together: split over one only, each rank of the other
             would add the same whole output again.
         mlp_ff: the width of a dense layer's MLP.
@@ -28,7 +28,7 @@ class AxisRules:
     tokens: tuple[str, ...] = ("data",)
     expert: tuple[str, ...] = ("expert",)
     expert_ff: tuple[str, ...] = ("tensor",)
-    expert_part: tuple[str, ...] = ("expert", "tensor")
+    expert_part: tuple[str, ...] = ("tensor", "expert")
     shared_ff: tuple[str, ...] = ("expert", "tensor")
     mlp_ff: tuple[str, ...] = ("expert", "tensor")
     hidden: tuple[str, ...] = ()

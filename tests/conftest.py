@@ -19,3 +19,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that claims to be a Hopper GPU; see `stand_in_kernel`."""
+    from stand_in_kernel import claim_hopper
+
+    claim_hopper(monkeypatch)

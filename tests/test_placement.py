@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,30 +11,10 @@ from layers import random_arrays, random_tokens, small_config
 from numerics import assert_same_bits, relative_l2
 
 from k3jax import LoadOptions, MoE
-from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout, lay_out, select
-from pallas_kernels import grouped_matmul as public_grouped_matmul
-from pallas_kernels.grouped_matmul import mosaic_hopper
+from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout, lay_out
 
 CONFIG = small_config(hidden_size=256, routed_expert_hidden_size=256, moe_intermediate_size=128)
 PACKED = ("w4a16", "w4a8", "w4a8_fp8")
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that says it can run the kernel, and the kernel's product by `xla` from the weights it was given."""
-
-    def stand_in(x: Any, w: KernelWeights, group_sizes: jax.Array, *, activation: Any, out_format: str) -> Any:
-        return public_grouped_matmul(
-            x,
-            from_kernel_layout(w),
-            group_sizes,
-            activation=activation,
-            out_format=out_format,
-            implementation="xla",
-        )
-
-    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
-    monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
 
 
 def experts(groups: int = 4, n: int = 256, k: int = 256) -> MXFP4Array:

@@ -2,17 +2,15 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import jax
 import numpy as np
 
 from k3jax.checkpoint.tensor_table import EXPERTS, MOE, TensorSpec, layer_table
 from k3jax.config import K3Config
-from k3jax.experts import Weights
+from k3jax.kernel_placement import stored_expert
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout
+from pallas_kernels import KernelWeights, MXFP4Array
 
 Read = Callable[[], np.ndarray]
 
@@ -64,14 +62,6 @@ def _dense_tensor(layer: MoE, name: str) -> np.ndarray:
 def _expert_tensor(layer: MoE, name: str) -> np.ndarray:
     """`7.w1.weight_packed` and the like."""
     expert, part, kind = name.split(".")
-    matrix = _one_expert((layer.w2 if part == "w2" else layer.w13).get_value(), int(expert))
+    matrix = stored_expert((layer.w2 if part == "w2" else layer.w13).get_value(), int(expert))
     leaf = np.asarray(matrix if kind == "weight" else matrix.codes if kind == "weight_packed" else matrix.scales)
-    return leaf if part == "w2" else leaf.reshape(2, -1, leaf.shape[-1])[("w1", "w3").index(part)]
-
-
-def _one_expert(w: Weights, expert: int) -> Any:
-    """`[N, K]` of one expert, packed or plain, as checkpoints have it."""
-    if isinstance(w, KernelWeights):
-        one = KernelWeights(w.words[expert : expert + 1], w.exponents[expert : expert + 1], w.mma, w.gated)
-        return from_kernel_layout(one)[0]
-    return jax.tree.map(lambda leaf: leaf[expert], w)
+    return leaf if part == "w2" else leaf[("w1", "w3").index(part)]

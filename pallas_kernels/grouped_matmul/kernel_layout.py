@@ -65,7 +65,8 @@ class KernelWeights:
 
     Attributes:
         words: uint32 `[G, N/64, K/64 * 17, 32]`.
-        exponents: int32 `[G]`: what each expert's products are multiplied by, as a power of two.
+        exponents: int32 `[G]`: what each expert's products are multiplied by, as a power of two. Of weights whose N or
+            K lies on several devices, each laid out by itself, there are G for every part, one part after another.
         mma: the tensor cores' operand type that the order is for.
         gated: whether rows of gate and up are interleaved.
     """
@@ -97,7 +98,8 @@ class KernelWeights:
 def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool) -> KernelWeights:
     """Re-lays `w [G, N, K]` out for the Hopper kernel, exactly; `gated`: N counts gate rows and then up rows.
 
-    Works expert by expert, so that its temporaries stay small. Not for use under `jit`: it looks at the scales.
+    Works expert by expert, so that its temporaries stay small. Not for use under `jit`: it looks at the scales. Shapes
+    without values (`jax.ShapeDtypeStruct`) become such.
 
     Raises:
         ValueError: `w` is not `[G, N, K]`, or `recipe` is not one of `w4a16`, `w4a8`, `w4a8_fp8`.
@@ -111,8 +113,11 @@ def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool) -> KernelWeight
     if w.shape[1] % UNIT_ROWS or w.shape[2] % UNIT_COLUMNS:
         raise NotImplementedError(f"the Hopper kernel needs N and K in multiples of 64; the weights are {w.shape}")
     mma = RECIPES[recipe]
-    _require_span(w, mma)
-    words, exponents = _pack(w.codes, w.scales, mma, gated)
+    if isinstance(w.codes, jax.ShapeDtypeStruct):
+        words, exponents = jax.eval_shape(functools.partial(_pack, mma=mma, gated=gated), w.codes, w.scales)
+    else:
+        _require_span(w, mma)
+        words, exponents = _pack(w.codes, w.scales, mma, gated)
     return KernelWeights(words, exponents, mma, gated)
 
 

@@ -1,0 +1,29 @@
+"""A CPU that claims to be a Hopper GPU: real layouts, and the kernel's product by `xla` from its weights."""
+
+from typing import Any
+
+import jax
+import pytest
+
+from pallas_kernels import KernelWeights, from_kernel_layout, select
+from pallas_kernels import grouped_matmul as public_grouped_matmul
+from pallas_kernels.grouped_matmul import mosaic_hopper
+from pallas_kernels.row_kernels import mosaic_hopper as row_kernels
+
+
+def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the test ends."""
+
+    def stand_in(x: Any, w: KernelWeights, group_sizes: jax.Array, *, activation: Any, out_format: str) -> Any:
+        return public_grouped_matmul(
+            x,
+            from_kernel_layout(w),
+            group_sizes,
+            activation=activation,
+            out_format=out_format,
+            implementation="xla",
+        )
+
+    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
+    monkeypatch.setattr(row_kernels, "why_not", lambda op, x: "nothing stands in for it")

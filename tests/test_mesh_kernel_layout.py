@@ -1,0 +1,80 @@
+"""Experts in the Hopper kernel's layout over a mesh: each device lays out its own part, or none does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from annotations import unchecked_annotations
+from layers import random_arrays, random_tokens, small_config
+from numerics import assert_same_bits, relative_l2
+
+from k3jax import LoadOptions, MoE, MoEArrays
+from k3jax.kernel_placement import stored_expert
+from pallas_kernels import KernelWeights, MXFP4Array
+from sharding import make_mesh
+
+CONFIG = small_config(
+    hidden_size=128, routed_expert_hidden_size=256, moe_intermediate_size=256, num_experts=8, num_experts_per_token=2
+)
+LAYOUTS: Any = {"ep4-tp2": ((1, 4, 2), "replicated"), "dp2-ep4-sharded": ((2, 4, 1), "sharded")}
+
+
+def layer(arrays: MoEArrays, implementation: str, name: str) -> MoE:
+    sizes, tokens = LAYOUTS[name]
+    return MoE(
+        CONFIG,
+        recipe="w4a16",
+        implementation=implementation,
+        arrays=arrays,
+        mesh=make_mesh(*sizes),
+        tokens=tokens,
+    )
+
+
+@pytest.mark.usefixtures("hopper")
+def test_every_device_lays_out_its_part() -> None:
+    arrays = random_arrays(CONFIG, "w4a16")
+    mosaic, xla = (layer(arrays, implementation, "ep4-tp2") for implementation in ("mosaic", "xla"))
+    w13, w2 = mosaic.w13.get_value(), mosaic.w2.get_value()
+    assert isinstance(w13, KernelWeights)
+    assert isinstance(w2, KernelWeights)
+    assert (w13.shape, w2.shape) == ((8, 512, 256), (8, 256, 256))
+    assert {shard.data.nbytes for shard in w13.words.addressable_shards} == {w13.words.nbytes // 8}
+    x = random_tokens((12, 128))
+    ours, theirs = (jax.jit(lambda layer, x: layer(x))(each, x) for each in (mosaic, xla))
+    assert relative_l2(ours, theirs) < 1e-6
+    for found, expected in ((w13, arrays.w13), (w2, arrays.w2)):
+        assert isinstance(expected, MXFP4Array)
+        for expert in (0, 5):
+            back = stored_expert(found, expert)
+            assert_same_bits(back.codes, expected.codes[expert])
+            assert_same_bits(back.scales, expected.scales[expert])
+
+
+@pytest.mark.usefixtures("hopper")
+def test_one_device_that_cannot_keeps_all_from_it() -> None:
+    """Expert 5 spans more exponents than the kernel holds."""
+    arrays = random_arrays(CONFIG, "w4a16")
+    assert isinstance(arrays.w2, MXFP4Array)
+    wide = MXFP4Array(arrays.w2.codes, (arrays.w2.scales + 60).at[5, 3, 1].set(0))
+    arrays = dataclasses.replace(arrays, w2=wide)
+    with pytest.raises(NotImplementedError, match="expert 1"):  # the second of the third rank
+        layer(arrays, "mosaic", "ep4-tp2")
+    mesh = make_mesh(expert=4)
+    assert isinstance(MoE(CONFIG, recipe="w4a16", arrays=arrays, mesh=mesh).w2.get_value(), MXFP4Array)
+    rounded = MoE(CONFIG, recipe="w4a16", arrays=arrays, mesh=mesh, options=LoadOptions(allow_inexact=True))
+    assert isinstance(rounded.w2.get_value(), KernelWeights)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shapes_alone_are_laid_out_alike(name: str) -> None:
+    arrays = random_arrays(CONFIG, "w4a16")
+    with unchecked_annotations():
+        shapes = layer(MoEArrays.abstract(CONFIG, packed=True), "mosaic", name)
+    for ours, theirs in zip(jax.tree.leaves(shapes), jax.tree.leaves(layer(arrays, "mosaic", name)), strict=True):
+        assert isinstance(ours, jax.ShapeDtypeStruct)
+        assert (ours.shape, ours.dtype, ours.sharding) == (theirs.shape, theirs.dtype, theirs.sharding)
+    assert shapes.w13.get_value().words.dtype == jnp.uint32
