@@ -114,8 +114,9 @@ class MoE(nnx.Module):
         dtype, x_TD = x_TD.dtype, to_bfloat16(x_TD)
         if self.latent_down is not None:
             stages["latent"] = linear(x_TD, self.latent_down[...])
-        y = self._experts(stages.get("latent", x_TD), routing)
-        shared = None if self.shared is None else self.shared.project(ranks.gather(x_TD))
+        rows_TL = stages.get("latent", x_TD)
+        y = self._experts(rows_TL, routing)
+        shared = None if self.shared is None else self.shared.project(ranks.after(rows_TL, ranks.gather(x_TD)))
         y, shared = ranks.total(y, shared)
         y = stages["expert_sum"] = to_bfloat16(y)
         if self.latent_norm is not None:

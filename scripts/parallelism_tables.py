@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from k3jax.config import K3Config
+from k3jax.inspection.collectives import layer_collectives
+from k3jax.inspection.console import readable
 from k3jax.inspection.memory import model_memory
-from sharding.mesh import MeshSizes
+from k3jax.moe import moe_layout
+from k3jax.options import LoadOptions
+from sharding import MeshSizes, make_mesh
+from sharding.simulated import simulate_devices
 from sharding.traffic import TRANSPORTS, Exchange, Fabric, all_reduce_bytes, crossover_tokens, seconds
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,6 +95,30 @@ def bytes_a_token(config: K3Config) -> str:
     whats = ("f32 back", "bf16 back", "and MXFP8 out")
     heads = [f"`{transport}`, {what}" for transport in ("all_gather", "per_rank") for what in whats]
     return table(("kB a token and layer", *heads), rows)
+
+
+def collectives(config: K3Config) -> str:
+    """What each of eight ranks does in one MoE layer with 1,024 tokens of its own, or of its group."""
+    kinds: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "replicated": ("replicated", "w4a16", {}),
+        "sharded, `all_gather`": ("sharded", "w4a16", {"transport": "all_gather"}),
+        "sharded, `per_rank`": ("sharded", "w4a16", {"transport": "per_rank"}),
+        "the same, `w4a8`": ("sharded", "w4a8", {"transport": "per_rank"}),
+        "`split_shared` adds": ("sharded", "w4a16", {"transport": "all_gather", "split_shared": True}),
+    }
+    mesh = make_mesh(expert=8)
+    rows = []
+    for kind, (tokens, recipe, options) in kinds.items():
+        layout = moe_layout(config, recipe, mesh, tokens, LoadOptions(**options))
+        found = layer_collectives(config, layout, 1024)
+        if "split_shared" in options:
+            found = [each for each in found if each.what in ("tokens", "shared")]
+        for each in found:
+            shape = f"{each.dtype}[{', '.join(map(str, each.shape))}]"
+            average = "" if each.rows is None else " on average"
+            rows.append((kind, each.what, each.op, shape, f"{readable(round(each.sent))}{average}"))
+            kind = ""
+    return table(("`tokens`", "what", "collective", "each rank puts in", "and sends"), rows)
 
 
 def all_reduce(config: K3Config) -> str:
@@ -194,6 +223,7 @@ TABLES: dict[str, Callable[[K3Config], str]] = {
     "machines": machines,
     "rows": rows_a_token,
     "bytes": bytes_a_token,
+    "collectives": collectives,
     "all-reduce": all_reduce,
     "seconds": seconds_on_the_wire,
     "memory": memory,
@@ -220,6 +250,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--update", action="store_true", help="rewrite docs/parallelism.md")
     update = parser.parse_args().update
+    simulate_devices(8)
     config = K3Config.from_pretrained(CONFIG)
     if update:
         DOCUMENT.write_text(updated(DOCUMENT.read_text(), config))

@@ -81,23 +81,18 @@ class Exchange:
         return self.rows(transport) * (self.out_row + self.back_row)
 
 
-def sent(exchange: Exchange, transport: Transport, holders: NDArray[Any], shard: int) -> tuple[float, ...]:
-    """Bytes that each rank sends for a given routing, instead of a random one.
+def copies(holders: NDArray[Any], shard: int, ranks: int) -> NDArray[Any]:
+    """Rows that `per_rank` sends under a given routing: `[R, R]`, from a token's rank to one that holds a pick of it.
 
     Args:
         holders: `[T, X]`, the rank that holds each pick of each token, -1 for none. Rank r has the r-th `shard` tokens.
     """
-    ranks = exchange.ranks
-    if transport == "all_gather":  # every shard is sent whole, tokens that only fill it up included
-        return (shard * exchange.bytes("all_gather"),) * ranks
     own = np.arange(len(holders)) // shard
-    copies = np.zeros((ranks, ranks), np.int64)  # from a token's rank to a holder of its picks
+    found = np.zeros((ranks, ranks), np.int64)
     for holder in range(ranks):
-        goes = (holders == holder).any(axis=1) if transport == "per_rank" else (holders == holder).sum(axis=1)
-        np.add.at(copies[:, holder], own, goes)
-    np.fill_diagonal(copies, 0)
-    totals = copies.sum(axis=1) * exchange.out_row + copies.sum(axis=0) * exchange.back_row
-    return tuple(totals.tolist())
+        np.add.at(found[:, holder], own, (holders == holder).any(axis=1))
+    np.fill_diagonal(found, 0)  # what stays on its rank does not travel
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_edits import tiny_checkpoint
+from jax.sharding import Mesh
 from layers import small_config
 from test_report import Page
 from typer.testing import CliRunner, Result
 
 from k3jax.cli import app
 from k3jax.compare.ranks import rank_loads
-from sharding import make_layout, make_mesh
+from k3jax.moe import moe_layout
+from k3jax.options import LoadOptions
+from sharding import Layout, make_mesh
 from sharding.traffic import all_reduce_bytes
 
-LAYOUTS = ("replicated",)
+LAYOUTS = ("replicated", "sharded")
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +58,40 @@ def test_a_mesh_agrees_and_says_what_each_rank_did(folder: Path, tmp_path: Path,
     assert {"By rank", "kB sent"} <= set(words)
 
 
+CONFIG = small_config(num_experts=8, num_experts_per_token=2, moe_intermediate_size=64)
+IDS = np.array([[0, 7], [2, 3], [-1, -1], [0, 1], [5, 4]])
+
+
+def layout_of(mesh: Mesh | None, tokens: str, **options: Any) -> Layout:
+    return moe_layout(CONFIG, "w4a16", mesh, tokens, LoadOptions(**options))
+
+
 def test_ranks_of_replicated_tokens() -> None:
-    config = small_config(num_experts=8, num_experts_per_token=2)
-    ids = np.array([[0, 7], [2, 3], [-1, -1], [0, 1], [5, 4]])
-    layout = make_layout(make_mesh(data=2, expert=4), "replicated")
-    loads = rank_loads(ids, config, layout)
+    loads = rank_loads(IDS, CONFIG, layout_of(make_mesh(data=2, expert=4), "replicated"))
     assert [(load.data, load.expert) for load in loads] == [(d, e) for d in range(2) for e in range(4)]
     # Three tokens a group, the second one's last is only there to make it up.
     assert [load.tokens for load in loads] == [3] * 4 + [2] * 4
     assert [load.rows for load in loads] == [1, 2, 0, 1, 2, 0, 2, 0]
     assert {load.bytes_sent for load in loads} == {3 * all_reduce_bytes(128 + 64, 4, "f32")}
-    assert rank_loads(ids, config, make_layout(None, "replicated")) == ()
+    assert rank_loads(IDS, CONFIG, layout_of(None, "replicated")) == ()
+
+
+def test_ranks_of_sharded_tokens() -> None:
+    """Two ranks of `expert` in each of two groups; two tokens a rank, the last rank's second only makes them up."""
+    mesh = make_mesh(data=2, expert=2, tensor=2)
+    loads = {}
+    for transport in ("all_gather", "per_rank"):
+        loads[transport] = rank_loads(IDS, CONFIG, layout_of(mesh, "sharded", transport=transport))
+        assert [load.tokens for load in loads[transport]] == [2, 2, 2, 2, 1, 1, 0, 0]
+        assert [load.rows for load in loads[transport]] == [5, 5, 1, 1, 0, 0, 2, 2]
+    row, back = 64 * 2 + 2 * 4 + 2 * 4, 64 * 4  # bfloat16 out with ids and weights, float32 back
+    width = 2 * 64 * 4  # the float32 sums of two tokens over `tensor`
+    every = 2 * (row + back) + width
+    assert [load.bytes_sent for load in loads["all_gather"]] == [every] * 8
+    counts = 2 * 2 * 4 // 2
+    # Tokens 0 and 3 pick experts of their group's other rank, and so does token 4: of its rank 1.
+    sent = [1 * row + 1 * back, 1 * row + 1 * back, row, back]
+    assert [load.bytes_sent for load in loads["per_rank"]] == np.repeat(np.add(sent, counts + width), 2).tolist()
 
 
 def test_a_cpu_simulates_the_devices_of_the_mesh(folder: Path) -> None:

@@ -84,7 +84,7 @@ def test_what_is_not_finite_is_counted(folder: Path, tmp_path: Path) -> None:
     assert not np.isfinite(outputs[0][0][7]).any()
 
 
-@pytest.mark.parametrize("layout", ["replicated"])
+@pytest.mark.parametrize("layout", ["replicated", "sharded"])
 def test_a_mesh(folder: Path, tokens: Path, one_device: dict[int, np.ndarray], layout: Any, tmp_path: Path) -> None:
     """Over 8 devices the numbers are one device's; the results are a capture, and a token file to measure against."""
     path = tmp_path / "results.safetensors"

@@ -53,7 +53,7 @@ def evaluation(folder: Path, mesh: str, layout: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh", "layout"), [(2, "expert=4,tensor=2", "replicated"), (4, "data=2,expert=4", "replicated")]
+    ("processes", "mesh", "layout"), [(2, "expert=4,tensor=2", "replicated"), (4, "expert=8", "sharded")]
 )
 def test_several_hosts_give_one_host_s_result(
     hosts: Any, folder: Path, tmp_path: Path, processes: int, mesh: str, layout: Layout

@@ -7,9 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from k3jax.config import K3Config
+from k3jax.inspection.collectives import layer_collectives
 from sharding import Layout
-from sharding.dispatch import ReplicatedTokens
-from sharding.traffic import all_reduce_bytes
+from sharding.traffic import copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class RankLoad:
     Attributes:
         tokens: that it begins with; where tokens are replicated, the ranks of one `data` group have the same.
         rows: that its experts compute; ranks along `tensor` compute a part of each.
-        bytes_sent: by the model of `sharding.traffic`, for this routing, in this layer.
+        bytes_sent: by its collectives (`k3jax.inspection.collectives`), under this routing.
     """
 
     data: int
@@ -63,10 +63,13 @@ def rank_loads(ids: NDArray[Any], config: K3Config, layout: Layout) -> tuple[Ran
     return tuple(loads)
 
 
-def _sent(holders: NDArray[Any], shard: int, config: K3Config, layout: Layout) -> tuple[float, ...]:
+def _sent(holders: NDArray[Any], shard: int, config: K3Config, layout: Layout) -> NDArray[Any]:
     """Bytes that each rank of `expert` sends for the tokens of its group."""
-    ranks = layout.ranks
-    assert isinstance(ranks, ReplicatedTokens)
-    columns = config.latent_size + (config.hidden_size if config.num_shared_experts else 0)
-    together = layout.sizes.expert * layout.sizes.tensor
-    return (shard * all_reduce_bytes(columns, together, ranks.wire),) * layout.sizes.expert
+    sent = np.zeros(layout.sizes.expert)
+    for collective in layer_collectives(config, layout, shard):
+        if collective.rows is None:
+            sent += collective.sent
+        else:
+            rows = copies(holders, shard, layout.sizes.expert).sum(axis=0 if collective.returns else 1)
+            sent += rows * collective.row_bytes
+    return sent
