@@ -252,7 +252,8 @@ def _is_spec(node: Any) -> bool:
 def _put(leaf: Any, sharding: NamedSharding) -> Any:
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    if sharding.is_fully_addressable:
+    is_global = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    if is_global or sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf)
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: host[index])

@@ -88,6 +88,7 @@ def test_a_killed_host_ends_the_others(hosts: Any, folder: Path, tmp_path: Path,
     with hosts(command, 2) as running:
         deadline = time.monotonic() + 120
         while not any(line.startswith("layer 0") for _, line in running.lines):
+            assert not any(process.poll() for process in running.processes), running.lines
             assert time.monotonic() < deadline, running.lines
             time.sleep(0.02)
         running.processes[killed].kill()
