@@ -9,7 +9,7 @@ latent [T, L]  sum over a token's slots of weight * row, in float32, in slot ord
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.routing import Routing
+from k3jax.row_order import combine, schedule_rows, spread
 from pallas_kernels import (
     Activation,
     KernelWeights,
@@ -56,14 +57,6 @@ class FrozenExperts(nnx.Variable):
     """The experts' weights. Not an `nnx.Param`: nothing trains or casts them."""
 
 
-class RowSchedule(NamedTuple):
-    """Rows in expert order: `token[s]` reads row s, `row[t, k]` is where slot k of token t went, `group_sizes [E]`."""
-
-    token: Int[Array, " s"]
-    row: Int[Array, "t x"]
-    group_sizes: Int[Array, " e"]
-
-
 @dataclasses.dataclass(frozen=True)
 class HowToMultiply:
     """What is fixed when the experts' GEMMs are compiled."""
@@ -86,16 +79,6 @@ class HowToMultiply:
         return "f32" if self.ranks.splits_width else "bf16"
 
 
-def schedule_rows(ids: Int[Array, "t x"], num_experts: int) -> RowSchedule:
-    """Sorts the slots by expert, stably. Slots whose id is no expert (-1) come last and belong to no group."""
-    num_tokens, slots = ids.shape
-    expert = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    group_sizes = jnp.bincount(expert, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return RowSchedule(order // slots, row.reshape(num_tokens, slots), group_sizes)
-
-
 def routed_experts(
     latent_TL: BFloat16[Array, "t l"],
     routing: Routing,
@@ -114,7 +97,8 @@ def routed_experts(
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
     how = HowToMultiply(activation, recipe, implementation, ranks)
-    return combine(expert_mlp(latent_TL[schedule.token], w13, w2, schedule.group_sizes, how), schedule, routing)
+    rows_SL = expert_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
+    return combine(rows_SL, schedule, routing.weights)
 
 
 def gate_and_up_rows(w13: Weights) -> Weights:
@@ -128,20 +112,6 @@ def gate_and_up_rows(w13: Weights) -> Weights:
     if isinstance(jax.tree.leaves(w13)[0], jax.ShapeDtypeStruct):
         return jax.eval_shape(functools.partial(jax.tree.map, rows), w13)
     return jax.tree.map(rows, w13)
-
-
-def combine(rows_SL: Float[Array, "s l"], schedule: RowSchedule, routing: Routing) -> Float[Array, "t l"]:
-    """The weighted sum of each token's rows, float32 `[T, L]`, added slot by slot so that the order is fixed."""
-    num_tokens, slots = schedule.row.shape
-    num_routed = jnp.sum(schedule.group_sizes)
-
-    def add_slot(k: Array, total_TL: Array) -> Array:
-        row = schedule.row[:, k]
-        # Rows past the last group are unspecified, NaN perhaps: select, never multiply by zero.
-        product = rows_SL[row].astype(jnp.float32) * routing.weights[:, k, None]
-        return total_TL + jnp.where(row[:, None] < num_routed, product, 0.0)
-
-    return jax.lax.fori_loop(0, slots, add_slot, jnp.zeros((num_tokens, rows_SL.shape[1]), jnp.float32))
 
 
 def expert_mlp(
