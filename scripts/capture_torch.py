@@ -5,6 +5,7 @@
 """Run Kimi K3's MLP and mixture-of-experts layers in PyTorch and keep what goes through them, for `k3jax compare`.
 
     python scripts/capture_torch.py CHECKPOINT OUT.safetensors --layers 0,1 --tokens 24 --seed 0
+    python scripts/capture_torch.py CHECKPOINT OUT.safetensors --layers 1 --gradients
 
 A program of its own: it imports nothing of k3jax and k3jax imports nothing of it. It runs on Python 3.11, where the
 pinned PyTorch is a small CPU build. The layers below are bfloat16 modules with the official model's rounding points:
@@ -13,6 +14,9 @@ outputs are weighted and summed in float32. Experts are expanded from MXFP4 to b
 
 To capture from another engine, take `capture_with_hooks` and `write_capture` from here: the first hooks modules that
 exist already, the second writes the file that docs/captures.md describes. `TAPS` shows what a name map looks like.
+
+With `--gradients` the file holds gradients instead: of sum(layer(x) * out) for a random `out`, with respect to x and
+to every weight but the experts', in bfloat16 and once more with everything in float32.
 """
 
 import argparse
@@ -105,7 +109,8 @@ def write_capture(
 class Checkpoint:
     """A checkpoint folder: its text config, and its tensors by layer and the name that follows `layers.N.`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.dtype = dtype
         config = json.loads((folder / "config.json").read_text())
         self.config: dict[str, Any] = config.get("text_config", config)
         self._where: dict[tuple[int, str], tuple[Path, str]] = {}
@@ -126,11 +131,11 @@ class Checkpoint:
             return file.get_tensor(full_name)
 
     def weight(self, layer: int, name: str) -> Tensor:
-        """A matrix [out, in] in bfloat16, plain or packed."""
+        """A matrix [out, in] in `dtype`, plain or packed; what it holds is bfloat16 in either case."""
         if self.has(layer, f"{name}.weight"):
-            return self.read(layer, f"{name}.weight").to(torch.bfloat16)
+            return self.read(layer, f"{name}.weight").to(torch.bfloat16).to(self.dtype)
         packed, scale = (self.read(layer, f"{name}.weight_{part}") for part in ("packed", "scale"))
-        return expand_mxfp4(packed, scale)
+        return expand_mxfp4(packed, scale).to(self.dtype)
 
 
 def expand_mxfp4(packed: Tensor, scale: Tensor) -> Tensor:
@@ -293,6 +298,35 @@ def tokens(count: int, hidden: int, seed: int, layer: int) -> Tensor:
     return torch.randn(count, hidden, generator=generator).to(torch.bfloat16)
 
 
+def capture_gradients(layer: nn.Module, x: Tensor, out: Tensor) -> dict[str, Tensor]:
+    """d sum(layer(x) * out) / dx as "x", and by each parameter's name; the experts' and the router's bias have none."""
+    parameters = {name: value for name, value in layer.named_parameters() if name != "gate.bias"}
+    leaves = {"x": x.clone(), **parameters}
+    for leaf in leaves.values():
+        leaf.requires_grad_(True)
+    loss = (layer(leaves["x"]).float() * out.float()).sum()
+    found = torch.autograd.grad(loss, list(leaves.values()))
+    return dict(zip(leaves, found, strict=True))
+
+
+def write_gradients(path: Path, folder: Path, layers: list[int], count: int, seed: int) -> None:
+    """`N.x` and `N.out`, and `N.DTYPE.NAME` with the gradient of each name, for every layer N and both dtypes."""
+    tensors: dict[str, Tensor] = {}
+    for number in layers:
+        for dtype in (torch.bfloat16, torch.float32):
+            checkpoint = Checkpoint(folder, dtype)
+            layer, _ = read_layer(checkpoint, number)
+            hidden = checkpoint.config["hidden_size"]
+            x, out = (tokens(count, hidden, each, number) for each in (seed, seed + 1))
+            tensors |= {f"{number}.x": x, f"{number}.out": out}
+            for name, gradient in capture_gradients(layer, x.to(dtype), out.to(dtype)).items():
+                tensors[f"{number}.{str(dtype).removeprefix('torch.')}.{name}"] = gradient.contiguous()
+            print(f"layer {number}: gradients in {dtype}", flush=True)
+    partial = path.with_name(path.name + ".partial")
+    save_file(tensors, partial, {"format": "k3jax-gradients-1", "engine": f"pytorch {torch.__version__}"})
+    partial.replace(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Capture layers of a Kimi K3 checkpoint from PyTorch in bfloat16.")
     parser.add_argument("checkpoint", type=Path, help="folder with config.json and the shards")
@@ -300,13 +334,18 @@ def main() -> None:
     parser.add_argument("--layers", default="0,1", help="layer numbers, separated by commas (default 0,1)")
     parser.add_argument("--tokens", type=int, default=24, help="tokens per layer (default 24)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tokens (default 0)")
+    parser.add_argument("--gradients", action="store_true", help="write gradients instead of stages")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)  # one order of summation, whatever the machine
     torch.use_deterministic_algorithms(True)
+    numbers = [int(part) for part in arguments.layers.split(",")]
+    if arguments.gradients:
+        write_gradients(arguments.out, arguments.checkpoint, numbers, arguments.tokens, arguments.seed)
+        return
     checkpoint = Checkpoint(arguments.checkpoint)
     captured = {}
-    for number in (int(part) for part in arguments.layers.split(",")):
+    for number in numbers:
         layer, taps = read_layer(checkpoint, number)
         x = tokens(arguments.tokens, checkpoint.config["hidden_size"], arguments.seed, number)
         captured[number] = capture_with_hooks(layer, x, taps)

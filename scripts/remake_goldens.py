@@ -1,4 +1,4 @@
-"""Remake the golden capture with PyTorch, in an environment of its own, and compare it with the committed one.
+"""Remake the golden files with PyTorch, in an environment of its own, and compare them with the committed ones.
 
     uv run python scripts/remake_goldens.py [--update]
 
@@ -13,18 +13,24 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from k3jax.checkpoint.cache import cache_root
-from k3jax.checkpoint.synthetic import default_checkpoint
+from k3jax.checkpoint.safetensors_file import SafetensorsFile
+from k3jax.checkpoint.synthetic import default_checkpoint, synthetic_config, write_checkpoint
 from k3jax.compare.capture import Capture
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "data" / "golden-embedded.safetensors"
+GRADIENTS = GOLDEN.with_name("golden-gradients.safetensors")
 CAPTURE_SCRIPT = ROOT / "scripts" / "capture_torch.py"
 CAPTURE_ARGUMENTS = ("--layers", "0,1", "--tokens", "24", "--seed", "0")
+TINY = synthetic_config(  # of the gradients' checkpoint, all of whose weights have one in the golden file
+    hidden_size=64, intermediate_size=64, latent_size=32, expert_width=32, num_experts=8, top_k=3, layers=2
+)
 
 INSTALL_SECONDS = 420
 CAPTURE_SECONDS = 180
@@ -102,18 +108,26 @@ def differences(new: Capture, old: Capture) -> list[str]:
         for name in ("recipe", "rounding_order")
         if getattr(new, name) != getattr(old, name)
     ]
-    tensors = [{(n, s): array for n, stages in c.layers.items() for s, array in stages.items()} for c in (new, old)]
-    if tensors[0].keys() != tensors[1].keys():
-        return [*found, f"other tensors: {sorted(tensors[0].keys() ^ tensors[1].keys())}"]
-    for (layer, stage), a in tensors[0].items():
-        b = tensors[1][layer, stage]
+    tensors = [{f"layer {n} {s}": a for n, stages in c.layers.items() for s, a in stages.items()} for c in (new, old)]
+    return found + tensor_differences(tensors[0], tensors[1], ("input", "expert_ids"))
+
+
+def tensor_differences(
+    new: Mapping[str, np.ndarray], old: Mapping[str, np.ndarray], exact: tuple[str, ...]
+) -> list[str]:
+    """The same of tensors by name; those whose names end in one of `exact` must be equal to the bit."""
+    if new.keys() != old.keys():
+        return [f"other tensors: {sorted(new.keys() ^ old.keys())}"]
+    found = []
+    for name, a in new.items():
+        b = old[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            found.append(f"layer {layer} {stage}: now {a.shape} {a.dtype}, committed {b.shape} {b.dtype}")
-        elif stage in ("input", "expert_ids"):
+            found.append(f"{name}: now {a.shape} {a.dtype}, committed {b.shape} {b.dtype}")
+        elif name.endswith(exact):
             if a.tobytes() != b.tobytes():
-                found.append(f"layer {layer} {stage}: differs, and must not by a bit")
+                found.append(f"{name}: differs, and must not by a bit")
         elif (error := relative_l2(a, b)) > CLOSE:
-            found.append(f"layer {layer} {stage}: relative L2 {error:.1e}, more than {CLOSE:.0e}")
+            found.append(f"{name}: relative L2 {error:.1e}, more than {CLOSE:.0e}")
     return found
 
 
@@ -140,17 +154,24 @@ def main() -> int:
         banner(str(error))
         return 1 if update else 0
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / GOLDEN.name
-        command = [str(python), str(CAPTURE_SCRIPT), str(default_checkpoint()), str(made), *CAPTURE_ARGUMENTS]
-        subprocess.run(command, check=True, timeout=CAPTURE_SECONDS)
-        found = differences(Capture.open(made), Capture.open(GOLDEN)) if GOLDEN.exists() else ["there is no golden yet"]
+        stages, gradients = Path(folder) / GOLDEN.name, Path(folder) / GRADIENTS.name
+        tiny = write_checkpoint(Path(folder) / "tiny", TINY)
+        for checkpoint, made, more in ((default_checkpoint(), stages, ()), (tiny, gradients, ("--gradients",))):
+            command = [str(python), str(CAPTURE_SCRIPT), str(checkpoint), str(made), *CAPTURE_ARGUMENTS, *more]
+            subprocess.run(command, check=True, timeout=CAPTURE_SECONDS)
+        found = differences(Capture.open(stages), Capture.open(GOLDEN)) if GOLDEN.exists() else [f"no {GOLDEN} yet"]
+        if GRADIENTS.exists():
+            found += tensor_differences(SafetensorsFile(gradients), SafetensorsFile(GRADIENTS), (".out", "0.x", "1.x"))
+        else:
+            found += [f"no {GRADIENTS} yet"]
         if update:
-            shutil.copyfile(made, GOLDEN)
+            shutil.copyfile(stages, GOLDEN)
+            shutil.copyfile(gradients, GRADIENTS)
     if found:
         print("The PyTorch goldens differ from what PyTorch makes now:", *found, sep="\n  ", file=sys.stderr)
-        print(f"{GOLDEN} was replaced." if update else "With --update they would be replaced.", file=sys.stderr)
+        print("They were replaced." if update else "With --update they would be replaced.", file=sys.stderr)
     else:
-        print("PyTorch goldens remade: they agree with the committed file.")
+        print("PyTorch goldens remade: they agree with the committed files.")
     return 1 if found and not update else 0
 
 
