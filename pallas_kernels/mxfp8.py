@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import e8m0, select
+from pallas_kernels import e8m0, row_kernels, select
 from pallas_kernels.rounding import to_e4m3
 
 LARGEST = 448.0  # the largest E4M3 magnitude
@@ -97,13 +97,13 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 
     Raises:
         ValueError: `x` is not floating point, K is not a multiple of 32, or no such implementation exists.
-        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows).
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows; "triton":
+            NVIDIA GPUs from Ampere on).
     """
     e8m0.require_blocks("quantize_mxfp8", x)
-    if select.choose("quantize_mxfp8", implementation, x=x) == "mosaic":
-        from pallas_kernels.row_kernels import mosaic_hopper  # a second of imports that only GPUs need
-
-        return mosaic_hopper.quantize_mxfp8(x)
+    chosen = select.choose("quantize_mxfp8", implementation, x=x)
+    if chosen in row_kernels.IMPLEMENTATIONS:
+        return row_kernels.of(chosen).quantize_mxfp8(x)
     x = x.astype(jnp.float32)
     scales = e8m0.block_scales(x, LARGEST)
     finite = jnp.where(jnp.repeat(scales, e8m0.BLOCK, axis=-1) == e8m0.NAN_BYTE, 0, x)
@@ -123,17 +123,18 @@ def quantize_fp8_token(
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
-        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows).
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows; "triton":
+            NVIDIA GPUs from Ampere on).
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")
     chosen = select.choose("quantize_fp8_token", implementation, x=x)
-    if implementation == "mosaic" and amax is not None:
-        raise NotImplementedError("quantize_fp8_token: the mosaic kernel finds amax itself; pass implementation='xla'")
-    if chosen == "mosaic" and amax is None:
-        from pallas_kernels.row_kernels import mosaic_hopper
-
-        return mosaic_hopper.quantize_fp8_token(x)
+    if implementation in row_kernels.IMPLEMENTATIONS and amax is not None:
+        raise NotImplementedError(
+            f"quantize_fp8_token: the {implementation} kernel finds amax itself; pass implementation='xla'"
+        )
+    if chosen in row_kernels.IMPLEMENTATIONS and amax is None:
+        return row_kernels.of(chosen).quantize_fp8_token(x)
     x = x.astype(jnp.float32)
     byte = e8m0.scale_bytes(x if amax is None else amax.astype(jnp.float32), LARGEST)[..., None]
     poisoned = byte == e8m0.NAN_BYTE

@@ -15,11 +15,19 @@ IMPLEMENTATIONS = ("reference", "xla", "triton", "mosaic")
 
 # Fastest first.
 _FASTEST_FIRST = {
-    "grouped_matmul": ("mosaic", "xla", "reference"),
-    "situ_and_mul": ("mosaic", "xla", "reference"),
-    "swiglu_and_mul": ("mosaic", "xla", "reference"),
-    "quantize_mxfp8": ("mosaic", "xla", "reference"),
-    "quantize_fp8_token": ("mosaic", "xla", "reference"),
+    "grouped_matmul": ("mosaic", "triton", "xla", "reference"),
+    "situ_and_mul": ("mosaic", "xla", "triton", "reference"),
+    "swiglu_and_mul": ("mosaic", "xla", "triton", "reference"),
+    "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
+    "quantize_fp8_token": ("mosaic", "xla", "triton", "reference"),
+}
+
+# Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. On
+# Blackwell w4a8 is triton's alone: its tensor cores multiply MXFP4 by e4m3, which Mosaic's operand rules have no way to
+# say.
+GPU_KERNELS: dict[str, dict[range, tuple[str, ...]]] = {
+    "mosaic": {range(90, 91): ("w4a16", "w4a8", "w4a8_fp8")},
+    "triton": {range(80, 130): ("bf16", "w4a16", "w4a8", "w4a8_fp8")},
 }
 
 
@@ -76,39 +84,74 @@ def choose(op: str, implementation: str | None, *, x: Any = None, w: Any = None,
     return chosen
 
 
-def why_not_hopper() -> str | None:
-    """Why this device cannot run the kernels for sm_90a; None if it can."""
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    if capability == "9.0":
+def why_not_on_gpu(name: str, recipe: str | None) -> str | None:
+    """Why the kernels of this name cannot run here, grouped_matmul's for `recipe` (None: any); None if they can."""
+    from pallas_kernels import triton_call
+
+    unavailable = triton_call.why_not() if name == "triton" else None
+    if unavailable or (name == "triton" and triton_call.interpreted()):
+        return unavailable
+    capability = triton_call.capability()
+    recipes = [some for known, some in GPU_KERNELS[name].items() if capability in known]
+    if not recipes:
+        known = " or ".join(_spelled(some) for some in GPU_KERNELS[name])
+        return f"it is written for compute capability {known}, and this is {jax.devices()[0].device_kind}"
+    if recipe is not None and recipe not in recipes[0]:
+        return f"on this device it has {', '.join(recipes[0])}, not {recipe}"
+    return None
+
+
+def _spelled(capabilities: range) -> str:
+    """Compute capabilities as their vendor writes them."""
+    first, last = (f"{number // 10}.{number % 10}" for number in (capabilities[0], capabilities[-1]))
+    return first if first == last else f"{first} to {last}"
+
+
+def _recipe(x: Any, w: Any) -> str | None:
+    """The recipe that these operands are of; None where they do not tell."""
+    from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+    from pallas_kernels.mxfp4 import MXFP4Array
+    from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+
+    if w is not None and not isinstance(w, KernelWeights | MXFP4Array):
+        return "bf16"
+    if x is None or w is None:
         return None
-    return f"it is written for Hopper (compute capability 9.0), and this is {device.device_kind}"
+    return "w4a8" if isinstance(x, MXFP8Array) else "w4a8_fp8" if isinstance(x, TokenScaledArray) else "w4a16"
 
 
 def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
     if name not in _FASTEST_FIRST[op]:
         return f"{op} has no such kernel"
-    unfit = why_not_hopper() if name == "mosaic" else None
+    recipe = _recipe(x, w) if op == "grouped_matmul" else None
+    unfit = why_not_on_gpu(name, recipe) if name in GPU_KERNELS else None
     if unfit:
         return unfit
     # Imported here, because the kernels' own modules import this one.
     if op != "grouped_matmul":
         if name != "mosaic" or x is None:
             return None
-        from pallas_kernels.row_kernels import mosaic_hopper as row_kernels
+        from pallas_kernels import row_kernels
 
-        return row_kernels.why_not(op, x)
+        return row_kernels.of(name).why_not(op, x)
     if w is None:
         return None
     from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
 
-    if not isinstance(w, KernelWeights):
-        return "the weights are not in its layout (to_kernel_layout)" if name == "mosaic" else None
-    if name != "mosaic":
-        return "the weights are laid out for mosaic (from_kernel_layout gives them back)"
+    laid_out = isinstance(w, KernelWeights)
+    if name not in GPU_KERNELS:
+        return "the weights are laid out for a GPU's kernels (from_kernel_layout gives them back)" if laid_out else None
+    if name == "mosaic" and not laid_out:
+        return "the weights are not in its layout (to_kernel_layout)"
+    if x is None:
+        return None
+    from pallas_kernels.grouped_matmul import triton_gemm
+
+    if name == "triton":
+        return triton_gemm.why_not(x, w, activation)
     from pallas_kernels.grouped_matmul import mosaic_hopper
 
-    return None if x is None else mosaic_hopper.why_not(x, w, activation)
+    return mosaic_hopper.why_not(x, w, activation)
 
 
 @functools.cache

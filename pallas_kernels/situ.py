@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import select
+from pallas_kernels import row_kernels, select
 from pallas_kernels.rounding import to_bfloat16
 
 _SMALLEST_BETA = float(jnp.finfo(jnp.float32).tiny)
@@ -65,11 +65,15 @@ def apply_activation(activation: Activation, gate_up: Float[Array, "... two_f"])
     Raises:
         ValueError: the last axis is odd.
     """
-    if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up has shape {gate_up.shape}; its last axis must hold gate and up, so be even")
+    _require_halves(gate_up)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     y = activation(gate, up)
     return to_bfloat16(y) if gate_up.dtype == jnp.bfloat16 else y.astype(gate_up.dtype)
+
+
+def _require_halves(gate_up: Array) -> None:
+    if gate_up.ndim < 1 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gate_up has shape {gate_up.shape}; its last axis must hold gate and up, so be even")
 
 
 def situ_and_mul(
@@ -83,7 +87,7 @@ def situ_and_mul(
 
     Both betas are required, because a default would hide a checkpoint that lacks them (Kimi K3's are 4 and 25).
     `implementation` is "reference" or "xla" (the same formula, which XLA fuses into one pass), "mosaic" (Hopper,
-    bfloat16) or None for the fastest that can.
+    bfloat16), "triton" (NVIDIA GPUs from Ampere on) or None for the fastest that can.
 
     Raises:
         ValueError: a beta is not positive and finite, the last axis is odd, or no such implementation exists.
@@ -98,8 +102,8 @@ def swiglu_and_mul(gate_up: Float[Array, "... two_f"], *, implementation: str | 
 
 
 def _apply(op: str, activation: Activation, gate_up: Array, implementation: str | None) -> Array:
-    if select.choose(op, implementation, x=gate_up) != "mosaic":
+    _require_halves(gate_up)
+    chosen = select.choose(op, implementation, x=gate_up)
+    if chosen not in row_kernels.IMPLEMENTATIONS:
         return apply_activation(activation, gate_up)
-    from pallas_kernels.row_kernels import mosaic_hopper  # a second of imports that only GPUs need
-
-    return mosaic_hopper.gated(activation, gate_up)
+    return row_kernels.of(chosen).gated(activation, gate_up)

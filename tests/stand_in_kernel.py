@@ -24,6 +24,6 @@ def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             implementation="xla",
         )
 
-    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
     monkeypatch.setattr(row_kernels, "why_not", lambda op, x: "nothing stands in for it")

@@ -102,7 +102,7 @@ def test_chunks_join_to_the_same_layer(
 
 
 def test_a_kernel_s_layout_is_made_on_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     whole = load_layer(folder, 1)
     monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
     streamed = load_layer(folder, 1, options=A_FEW)
@@ -125,7 +125,7 @@ def test_experts_of_which_some_do_not_fit_the_kernel_stay_as_they_are(
 
     rewrite(folder, widen)
     expected = load_layer(folder, 1)
-    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
     streamed = load_layer(folder, 1, options=A_FEW)
     assert isinstance(streamed, MoE)

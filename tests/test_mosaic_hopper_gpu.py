@@ -1,5 +1,5 @@
-"""The Hopper kernel on a Hopper GPU: against float64, at the model's real sizes, and over the patterns that break such
-kernels. Run with `pytest -m gpu` where JAX sees one."""
+"""The grouped products of `mosaic` and `triton` on a Hopper GPU: against float64, at the model's real sizes, and over
+the patterns that break such kernels. Run with `pytest -m gpu` where JAX sees one."""
 
 import dataclasses
 import functools

@@ -40,7 +40,7 @@ def test_every_recipe_multiplies_exactly_and_nothing_is_lost(recipe: str) -> Non
     assert_same_bits(back.codes, w.codes)
     assert_same_bits(back.scales, w.scales)
     assert explain("grouped_matmul", w=laid_out).chosen == "mosaic"
-    with pytest.raises(NotImplementedError, match="laid out for mosaic"):
+    with pytest.raises(NotImplementedError, match="laid out for a GPU's kernels"):
         explain("grouped_matmul", w=laid_out, implementation="xla")
 
 
@@ -58,7 +58,7 @@ def test_what_is_left_as_it_is() -> None:
 def test_a_device_that_is_no_hopper() -> None:
     w = experts()
     assert lay_out(w, recipe="w4a16", gated=False) is w
-    with pytest.raises(NotImplementedError, match=r"written for Hopper \(compute capability 9.0\), and this is"):
+    with pytest.raises(NotImplementedError, match=r"written for compute capability 9.0, and this is"):
         lay_out(w, recipe="w4a16", gated=False, implementation="mosaic")
 
 

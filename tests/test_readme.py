@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pallas_kernels import explain
-from pallas_kernels.select import IMPLEMENTATIONS
+from pallas_kernels.select import GPU_KERNELS, IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")
 
 
 def test_the_example_runs(tmp_path: Path) -> None:
@@ -30,17 +33,34 @@ def test_links_and_folders_exist() -> None:
         assert (ROOT / target).exists(), target
 
 
-def test_the_support_matrix_names_the_implementations_that_exist() -> None:
+def support_matrix() -> list[tuple[str, list[str], list[str]]]:
+    """(device, implementations, a cell for each recipe) of each row."""
     matrix = README.split("## What runs where")[1].split("##")[0]
-    rows = re.findall(r"^\|([^|]*)\|([^|]*)\|(.*)\|$", matrix, flags=re.MULTILINE)
-    named = {device.strip(): re.findall(r"`(\w+)`", names) for device, names, _ in rows if "`" in names}
-    nowhere = {names.strip(" `") for _, names, cells in rows if set(cells.split("|")) == {" no "}}
-    assert {name for names in named.values() for name in names} | {"mosaic"} == set(IMPLEMENTATIONS)
+    rows = re.findall(r"^\|([^|]*)\|([^|]*`[^|]*)\|(.*)\|$", matrix, flags=re.MULTILINE)[1:]
+    return [
+        (device, re.findall(r"`(\w+)`", names), [c.strip() for c in cells.split("|")]) for device, names, cells in rows
+    ]
+
+
+def test_the_support_matrix_names_the_implementations_that_exist() -> None:
+    rows = support_matrix()
+    assert {name for _, names, _ in rows for name in names} == set(IMPLEMENTATIONS)
     explanation = explain("grouped_matmul", implementation="reference")
-    unfit = {name for name, why in explanation.others.items() if why == "grouped_matmul has no such kernel"}
-    assert nowhere == unfit
     able = {"reference"} | {name for name, why in explanation.others.items() if why.startswith("can run")}
-    assert set(named["CPU"]) <= able
+    assert {name for device, names, _ in rows if device.strip() == "CPU" for name in names} <= able
+
+
+@pytest.mark.parametrize("kernels", GPU_KERNELS)
+def test_the_support_matrix_says_no_exactly_where_select_does(kernels: str) -> None:
+    cells = {}
+    for device, names, row in support_matrix():
+        for capability in re.findall(r"\((\d+)\.(\d)\)", device) if kernels in names else ():
+            cells[int("".join(capability))] = row
+    assert set(cells) & {90}
+    for capability, row in cells.items():
+        (recipes,) = (some for known, some in GPU_KERNELS[kernels].items() if capability in known)
+        for recipe, cell in zip(RECIPES, row, strict=True):
+            assert (cell == "no") == (recipe not in recipes), (kernels, capability, recipe)
 
 
 def test_it_is_short() -> None:

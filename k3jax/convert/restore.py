@@ -113,7 +113,7 @@ def _sharding(name: str, layout: Layout, axes: Mapping[str, tuple[str | None, ..
 
 
 def _kernel_runs(mesh: Mesh | None, implementation: str | None) -> bool:
-    return mesh is None and implementation in (None, "mosaic") and select.why_not_hopper() is None
+    return mesh is None and implementation in (None, "mosaic") and select.why_not_on_gpu("mosaic", None) is None
 
 
 def _taken_apart(weights: Weights) -> dict[str, MXFP4Array]:

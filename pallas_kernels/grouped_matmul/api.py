@@ -74,7 +74,8 @@ def grouped_matmul(
         group_sizes: integers `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
         activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
         out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
-        implementation: "reference", "xla", "mosaic" (Hopper, `KernelWeights`), or None for the fastest that can.
+        implementation: "reference", "xla", "triton" (NVIDIA GPUs from Ampere on), "mosaic" (Hopper, `KernelWeights`),
+            or None for the fastest that can.
 
     Returns:
         `[M, N]` or `[M, N/2]` in `out_format`. Rows at and beyond `sum(group_sizes)` are unspecified, and those of `x`
@@ -100,7 +101,8 @@ def _grouped_matmul(
 ) -> Result:
     if implementation == "mosaic":
         return _batched(_mosaic, activation, out_format)(x, w, group_sizes)
-    y = _batched(_PLAIN[implementation].forward, activation, _product_dtype(out_format))(x, w, group_sizes)
+    forward = _triton if implementation == "triton" else _PLAIN[implementation].forward
+    y = _batched(forward, activation, _product_dtype(out_format))(x, w, group_sizes)
     return _finish(y, out_format, implementation)
 
 
@@ -111,6 +113,12 @@ def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, 
     written: Any = "bf16" if out_format == "fp8_token" else out_format
     y: Any = mosaic_hopper.grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
     return quantize_fp8_token(y) if out_format == "fp8_token" else y
+
+
+def _triton(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype) -> Array:
+    from pallas_kernels.grouped_matmul import triton_gemm
+
+    return triton_gemm.grouped_matmul(x, w, group_sizes, activation=activation, dtype=dtype)
 
 
 def _forward(x: Any, w: Any, group_sizes: Any, activation: Any, out_format: str, implementation: str) -> Any:
@@ -132,8 +140,8 @@ def _backward(activation: Any, out_format: str, implementation: str, residuals: 
         return None, None, None
     if isinstance(x, MXFP8Array | TokenScaledArray):
         return None, None, None  # never asked for: `_forward` refuses
-    if isinstance(w, KernelWeights):
-        w, implementation = from_kernel_layout(w), "xla"
+    w = from_kernel_layout(w) if isinstance(w, KernelWeights) else w
+    implementation = implementation if implementation in _PLAIN else "xla"
     if activation is not None:
         gate_up: Any = _grouped_matmul(x, w, group_sizes, None, "bf16", implementation)
         _, pullback = jax.vjp(lambda h: apply_activation(activation, h), gate_up.astype(jnp.float32))

@@ -10,6 +10,7 @@ from pallas_kernels.grouped_matmul.config import choose_tuning
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, SPANS, KernelWeights, to_kernel_layout
 from pallas_kernels.grouped_matmul.narrowing import narrow
 from pallas_kernels.mxfp4 import MXFP4Array
+from pallas_kernels.triton_call import capability
 
 _log = logging.getLogger("pallas_kernels")
 
@@ -29,8 +30,8 @@ def lay_out(
 ) -> Array | MXFP4Array | KernelWeights:
     """`w [G, N, K]` for `grouped_matmul(..., implementation=implementation)` on this device.
 
-    MXFP4 weights on a Hopper GPU are re-laid out for its kernel, exactly; everything else stays as it is. Where the
-    kernel cannot hold these weights, `implementation=None` leaves them to another one and logs why.
+    MXFP4 weights on a GPU before Blackwell are re-laid out for its kernels, exactly; everything else stays as it is.
+    Where they cannot hold these weights, `implementation=None` leaves them as they are and logs why.
 
     Args:
         recipe: "w4a16", "w4a8" or "w4a8_fp8" for MXFP4 weights; "bf16" ones are never re-laid out.
@@ -42,21 +43,34 @@ def lay_out(
         NotImplementedError: "mosaic" was asked for and cannot run here, or cannot hold these weights (the message names
             the expert).
     """
-    if implementation not in (None, "mosaic") or isinstance(w, KernelWeights):
+    if implementation not in (None, "mosaic", "triton") or isinstance(w, KernelWeights):
         return w
-    reason = select.why_not_hopper() if isinstance(w, MXFP4Array) else "its weights are MXFP4, and these are not"
+    kernels = implementation or ("triton" if select.why_not_on_gpu("mosaic", None) else "mosaic")
+    reason = _why_not_laid_out(w, kernels)
     if reason is None:
         assert isinstance(w, MXFP4Array)
+        # triton multiplies as bfloat16 whatever the rows.
+        products = _PRODUCTS[recipe] if kernels == "mosaic" else "w4a16"
         try:
-            products = _PRODUCTS[recipe]
-            _require_tunings(w, products, gated)
+            if kernels == "mosaic":
+                _require_tunings(w, products, gated)
             return to_kernel_layout(_narrowed(w, products) if allow_inexact else w, recipe=products, gated=gated)
         except NotImplementedError as error:
             reason = str(error)
-            _log.info("grouped_matmul cannot use mosaic for %s weights %s: %s", recipe, w.shape, reason)
+            _log.info("grouped_matmul cannot re-lay %s weights %s out for %s: %s", recipe, w.shape, kernels, reason)
     if implementation == "mosaic":
         raise NotImplementedError(f"grouped_matmul cannot run on implementation 'mosaic': {reason}")
     return w
+
+
+def _why_not_laid_out(w: Array | MXFP4Array, kernels: str) -> str | None:
+    """Why weights stay as they are, for kernels that can or cannot run here."""
+    if not isinstance(w, MXFP4Array):
+        return "its weights are MXFP4, and these are not"
+    reason = select.why_not_on_gpu(kernels, None)
+    if reason is None and kernels == "triton" and (capability() or 0) >= 100:
+        return "Blackwell's tensor cores read MXFP4 as it is"
+    return reason
 
 
 def _require_tunings(w: MXFP4Array, recipe: str, gated: bool) -> None:
