@@ -61,6 +61,9 @@ def compare(
         str,
         typer.Option(metavar="oracle|exact|FILE", help="The truth: float64 with or without rounding, or a capture."),
     ] = "oracle",
+    dense_weights: Annotated[
+        str, typer.Option(metavar="bf16|fp8", help="Shared experts, latent projections, dense layers: bf16, or e4m3.")
+    ] = "bf16",
     quantize_plain: Annotated[
         bool, typer.Option("--quantize-plain", help="Quantise experts that are stored plain for the w4 recipes.")
     ] = False,
@@ -100,6 +103,7 @@ def compare(
             implementation=implementation,
             against=against,
             quantize_plain=quantize_plain,
+            dense_weights=dense_weights,
             mesh=sizes,
             layout=tokens_layout,
         )
@@ -152,6 +156,9 @@ def convert(
     implementation: Annotated[
         str | None, typer.Option(help="Whose layout: mosaic, or xla for the checkpoint's. Default: as on this device.")
     ] = None,
+    dense_weights: Annotated[
+        str, typer.Option(metavar="bf16|fp8", help="Shared experts, latent projections, dense layers: bf16, or e4m3.")
+    ] = "bf16",
     quantize_plain: Annotated[
         bool, typer.Option("--quantize-plain", help="Quantise experts that are not stored in MXFP4 for the w4 recipes.")
     ] = False,
@@ -179,7 +186,7 @@ def convert(
             recipe=recipe,
             implementation=implementation,
             mesh=make_mesh(sizes.data, sizes.expert, sizes.tensor) if mesh else None,
-            options=LoadOptions(quantize_plain=quantize_plain),
+            options=LoadOptions(quantize_plain=quantize_plain, dense_weights=dense_weights),
         )
         with bytes_bar(Console(stderr=True)) as progress:
             result = run.convert(request, progress)

@@ -25,10 +25,11 @@ from k3jax.expert_stream import (
     converter,
 )
 from k3jax.experts import RECIPES, Weights, gate_and_up_rows
+from k3jax.linear import Weight
 from k3jax.moe_arrays import AXES, MoEArrays
 from k3jax.options import LoadOptions
 from k3jax.stored_weights import BF16, bf16_weight
-from pallas_kernels import KernelWeights, lay_out
+from pallas_kernels import KernelWeights, fp8_block, lay_out, quantize_fp8_block
 from sharding import Layout, mesh_axes, partition_spec
 
 Axes = tuple[str | None, ...]
@@ -49,19 +50,33 @@ class LayerArrays:
         self._memory = Memory(max(1, options.host_memory // Memory.depth))
         self._progress = options.progress or (lambda done, total: None)
 
-    def mlp(self, prefix: str, width_axis: str) -> tuple[jax.Array, jax.Array]:
+    def mlp(self, prefix: str, width_axis: str) -> tuple[Weight, Weight]:
         """`gate_up [2, F, D]`, the gate first, and `down [D, F]`."""
+        if self._options.dense_weights == "fp8":
+            self._require_whole_blocks(self._tensors.shape(f"{prefix}gate_proj")[0], width_axis)
         gate_up = self._stack([f"{prefix}gate_proj", f"{prefix}up_proj"], (None, width_axis, "hidden"))
-        return gate_up, self._matrix(f"{prefix}down_proj", ("hidden", width_axis))
+        return self._dense(gate_up), self._dense(self._matrix(f"{prefix}down_proj", ("hidden", width_axis)))
+
+    def _dense(self, weight: jax.Array) -> Weight:
+        return quantize_fp8_block(weight) if self._options.dense_weights == "fp8" else weight
+
+    def _require_whole_blocks(self, width: int, width_axis: str) -> None:
+        sizes = self._layout.sizes
+        shards = math.prod(getattr(sizes, axis) for axis in getattr(self._layout.rules, width_axis))
+        if shards > 1 and width // shards % fp8_block.BLOCK:
+            raise NotImplementedError(
+                f"dense_weights='fp8': a width of {width} over {shards} devices cuts blocks of {fp8_block.BLOCK} in "
+                "two; use dense_weights='bf16', or fewer devices"
+            )
 
     def moe(self, config: K3Config, recipe: str, implementation: str | None) -> MoEArrays:
         """All arrays of a mixture of experts: packed if the recipe's are, in a kernel's layout if it runs here."""
         bias, norm = f"{MOE}gate.e_score_correction_bias", f"{MOE}routed_expert_norm.weight"
-        arrays = {"router_weight": self._matrix(f"{MOE}gate", AXES["router_weight"])}
+        arrays: dict[str, Any] = {"router_weight": self._matrix(f"{MOE}gate", AXES["router_weight"])}
         arrays["router_bias"] = self._vector(self._tensors[bias], AXES["router_bias"])
         if config.routed_expert_hidden_size is not None:
-            arrays["latent_down"] = self._matrix(f"{MOE}routed_expert_down_proj", AXES["latent_down"])
-            arrays["latent_up"] = self._matrix(f"{MOE}routed_expert_up_proj", AXES["latent_up"])
+            arrays["latent_down"] = self._dense(self._matrix(f"{MOE}routed_expert_down_proj", AXES["latent_down"]))
+            arrays["latent_up"] = self._dense(self._matrix(f"{MOE}routed_expert_up_proj", AXES["latent_up"]))
         if norm in self._tensors:
             arrays["latent_norm"] = self._vector(self._tensors[norm].astype(BF16), AXES["latent_norm"])
         if config.num_shared_experts:

@@ -8,10 +8,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from k3jax.linear import linear, linear_sums
+from k3jax.linear import Weight, linear, linear_sums, weight_variable
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.parameters import parameter_specs, place_parameters
-from pallas_kernels import Activation
+from pallas_kernels import Activation, FP8BlockArray
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 from sharding import Layout, Travel, make_mlp_layout
@@ -21,8 +21,8 @@ class GatedMLP(nnx.Module):
     """Two projections around a gated activation, in bfloat16 with float32 sums; gate and up are one matmul.
 
     Args:
-        gate_up: bfloat16 `[2, F, D]`, the gate first.
-        down: bfloat16 `[D, F]`.
+        gate_up: bfloat16 `[2, F, D]`, the gate first, or an FP8BlockArray of that shape.
+        down: bfloat16 `[D, F]`, or an FP8BlockArray.
         activation: `Situ` or `SwiGLU`.
         mesh: runs the layer over it, its width split over the mesh's ranks. Calls take and give global arrays.
         tokens: with a mesh, "replicated" or "sharded"; see `load_layer`. options: `wire`, `split_shared`.
@@ -34,8 +34,8 @@ class GatedMLP(nnx.Module):
 
     def __init__(
         self,
-        gate_up: Float[Array, "..."],
-        down: Float[Array, "..."],
+        gate_up: Weight,
+        down: Weight,
         *,
         activation: Activation,
         mesh: Mesh | None = None,
@@ -46,12 +46,12 @@ class GatedMLP(nnx.Module):
         if gate_up.ndim != 3 or gate_up.shape[0] != 2 or down.shape != (gate_up.shape[2], gate_up.shape[1]):
             raise ValueError(f"GatedMLP: gate_up {gate_up.shape} must be [2, F, D] and down {down.shape} [D, F]")
         for name, weight in (("gate_up", gate_up), ("down", down)):
-            if weight.dtype != jnp.bfloat16:
+            if not isinstance(weight, FP8BlockArray) and weight.dtype != jnp.bfloat16:
                 raise ValueError(f"GatedMLP: {name} must be bfloat16, not {weight.dtype}")
         self.activation = activation
         self.layout = mlp_layout(down.shape[1], mesh, tokens, options)
-        self.gate_up = nnx.Param(gate_up, axes=(None, width_axis, "hidden"))
-        self.down = nnx.Param(down, axes=("hidden", width_axis))
+        self.gate_up = weight_variable(gate_up, (None, width_axis, "hidden"))
+        self.down = weight_variable(down, ("hidden", width_axis))
         place_parameters(self, self.layout)
 
     @classmethod
@@ -69,7 +69,7 @@ class GatedMLP(nnx.Module):
 
     def trace(self, x: Float[Array, "... d"], mask: Bool[Array, "..."] | None = None) -> dict[str, Array]:
         """The stages over flattened tokens: only `output [T, D]`, in the dtype of `x`."""
-        check_tokens(x, mask, self.down.shape[0])
+        check_tokens(x, mask, self.down.get_value().shape[0])
         return self.layout.run(GatedMLP._stages, parameter_specs, self, self.layout.flat(x, 1))
 
     def _stages(self, x_TD: Float[Array, "t d"]) -> dict[str, Array]:
@@ -80,9 +80,8 @@ class GatedMLP(nnx.Module):
 
     def project(self, x_TD: BFloat16[Array, "t d"]) -> Float[Array, "t d"]:
         """The MLP with the weights at hand: `[T, D] -> [T, D]`, float32, a part of a sum where the width is split."""
-        gate_up = self.gate_up[...]
-        hidden_TF = apply_activation(self.activation, linear(x_TD, gate_up.reshape(-1, gate_up.shape[-1])))
-        return linear_sums(hidden_TF, self.down[...])
+        hidden_TF = apply_activation(self.activation, linear(x_TD, self.gate_up.get_value()))
+        return linear_sums(hidden_TF, self.down.get_value())
 
     def activation_probe(self, gate: BFloat16[Array, " p"], up: BFloat16[Array, " p"]) -> BFloat16[Array, " p"]:
         """This layer's activation on given values of gate and up: `[P], [P] -> [P]`."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, BFloat16, Bool, Float
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, FrozenExperts, Weights, gate_and_up_rows, routed_experts
 from k3jax.kernel_placement import lay_out_experts
-from k3jax.linear import linear, rms_norm
+from k3jax.linear import linear, rms_norm, weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
 from k3jax.moe_arrays import AXES, MoEArrays, check_arrays, local_shapes
 from k3jax.options import DEFAULTS, LoadOptions
@@ -113,7 +113,7 @@ class MoE(nnx.Module):
 
         dtype, x_TD = x_TD.dtype, to_bfloat16(x_TD)
         if self.latent_down is not None:
-            stages["latent"] = linear(x_TD, self.latent_down[...])
+            stages["latent"] = linear(x_TD, self.latent_down.get_value())
         rows_TL = stages.get("latent", x_TD)
         y = self._experts(rows_TL, routing)
         shared = None if self.shared is None else self.shared.project(ranks.after(rows_TL, ranks.gather(x_TD)))
@@ -122,7 +122,7 @@ class MoE(nnx.Module):
         if self.latent_norm is not None:
             y = stages["normed_latent"] = rms_norm(y, self.latent_norm[...], self.config.rms_norm_eps)
         if self.latent_up is not None:
-            y = linear(y, self.latent_up[...])
+            y = linear(y, self.latent_up.get_value())
         if shared is not None:
             stages["shared"] = to_bfloat16(shared)
             y = to_bfloat16(y.astype(jnp.float32) + stages["shared"].astype(jnp.float32))
@@ -150,7 +150,7 @@ class MoE(nnx.Module):
 
     def _routed(self, x_TD: Array, ids: Array, weights: Array) -> Array:
         x_TD = to_bfloat16(x_TD)
-        latent_TL = x_TD if self.latent_down is None else linear(x_TD, self.latent_down[...])
+        latent_TL = x_TD if self.latent_down is None else linear(x_TD, self.latent_down.get_value())
         (sums_TL,) = self.layout.ranks.total(self._experts(latent_TL, Routing(ids, weights)))
         return sums_TL
 
@@ -209,9 +209,9 @@ class MoE(nnx.Module):
         return ranks.combine(sums, arrived)
 
 
-def _param(arrays: MoEArrays, name: str) -> nnx.Param | None:
+def _param(arrays: MoEArrays, name: str) -> nnx.Variable | None:
     array = getattr(arrays, name)
-    return None if array is None else nnx.Param(array, axes=AXES[name])
+    return None if array is None else weight_variable(array, AXES[name])
 
 
 def _shared_experts(arrays: MoEArrays, activation: Activation) -> GatedMLP | None:

@@ -9,8 +9,9 @@ from jaxtyping import Array
 
 from k3jax.config import K3Config
 from k3jax.experts import Weights
+from k3jax.linear import Weight
 from k3jax.mlp import random_weight
-from pallas_kernels import KernelWeights, MXFP4Array, quantize_mxfp4
+from pallas_kernels import FP8BlockArray, KernelWeights, MXFP4Array, quantize_mxfp4
 from pallas_kernels.e8m0 import BLOCK
 from sharding import AxisRules, MeshSizes, local_shape
 
@@ -28,9 +29,15 @@ AXES = {
 """The logical axes of each array's dimensions."""
 
 
+FP8_NAMES = ("latent_down", "latent_up", "shared_gate_up", "shared_down")
+"""The arrays that may be kept in e4m3: never the router."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MoEArrays:
     """An MoE layer's weights, (out, in) as checkpoints store them: bfloat16 but for the router's float32 bias.
+
+    Latent projections and shared experts may be FP8BlockArrays instead.
 
     Attributes:
         router_weight: `[E, D]`. router_bias: float32 `[E]`.
@@ -42,11 +49,11 @@ class MoEArrays:
 
     router_weight: Array
     router_bias: Array
-    latent_down: Array | None = None
+    latent_down: Weight | None = None
     latent_norm: Array | None = None
-    latent_up: Array | None = None
-    shared_gate_up: Array | None = None
-    shared_down: Array | None = None
+    latent_up: Weight | None = None
+    shared_gate_up: Weight | None = None
+    shared_down: Weight | None = None
     w13: Weights
     w2: Weights
 
@@ -114,6 +121,8 @@ def check_arrays(config: K3Config, arrays: MoEArrays, *, packed: bool) -> None:
         if found != shape:
             raise ValueError(f"MoE: {name} has shape {found}, but the config asks for {shape}")
         if isinstance(array, MXFP4Array | KernelWeights) or name == "router_bias" or array is None:
+            continue
+        if isinstance(array, FP8BlockArray) and name in FP8_NAMES:
             continue
         if array.dtype != jnp.bfloat16:
             raise ValueError(f"MoE: {name} must be bfloat16, not {array.dtype}")

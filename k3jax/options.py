@@ -3,12 +3,16 @@
 import dataclasses
 from collections.abc import Callable
 
+DENSE_WEIGHTS = ("bf16", "fp8")
+
 
 @dataclasses.dataclass(frozen=True)
 class LoadOptions:
     """How a layer may treat what a checkpoint holds, and how it runs.
 
     Attributes:
+        dense_weights: "bf16", or "fp8" to quantise shared experts, latent projections and dense layers to e4m3 with a
+            scale for each 128 x 128 values: half their bytes. Never the router.
         quantize_plain: let a recipe with MXFP4 weights quantise experts that are stored otherwise, plain or in NVFP4.
             Without it, loading such experts raises: rounding a model is not something to happen unasked. Recipe "bf16"
             takes any experts, either way.
@@ -27,6 +31,7 @@ class LoadOptions:
         progress: called while experts are read, with the bytes done and the bytes in all.
     """
 
+    dense_weights: str = "bf16"
     quantize_plain: bool = False
     allow_inexact: bool = False
     wire: str = "f32"
@@ -38,6 +43,10 @@ class LoadOptions:
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
+        if self.dense_weights not in DENSE_WEIGHTS:
+            raise ValueError(
+                f"LoadOptions: dense_weights={self.dense_weights!r} is not one of {', '.join(DENSE_WEIGHTS)}"
+            )
         for name in ("max_tokens", "gpus_per_node", "host_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -1,5 +1,6 @@
 """Kernels and number formats for MXFP4 mixture-of-experts layers. Knows arrays, not models or meshes."""
 
+from pallas_kernels.fp8_block import FP8BlockArray, quantize_fp8_block
 from pallas_kernels.grouped_matmul import (
     OUT_FORMATS,
     KernelWeights,
@@ -18,6 +19,7 @@ __all__ = [
     "OUT_FORMATS",
     "Activation",
     "Explanation",
+    "FP8BlockArray",
     "KernelWeights",
     "MXFP4Array",
     "MXFP8Array",
@@ -29,6 +31,7 @@ __all__ = [
     "from_kernel_layout",
     "grouped_matmul",
     "lay_out",
+    "quantize_fp8_block",
     "quantize_fp8_token",
     "quantize_mxfp4",
     "quantize_mxfp8",

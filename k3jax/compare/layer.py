@@ -149,6 +149,7 @@ def compare_layer(
     recipe: str,
     against: Against = "oracle",
     captured: Stages | None = None,
+    dense_weights: str = "bf16",
 ) -> LayerComparison:
     """Runs `layer` on `x [T, D]` and compares every stage with the truth.
 
@@ -156,18 +157,19 @@ def compare_layer(
         config, tensors: the checkpoint's own, which the truth is computed from; never the layer's.
         index: the layer's number, to say it back.
         against: "oracle" or "exact", computed here; "official" or "engine" for a capture, whose stages are `captured`.
+        dense_weights: what the layer was loaded with.
 
     Raises:
         ValueError: `against` and `captured` do not belong together, or the recipe is unknown.
     """
-    limit = limits(against, recipe)
+    limit = limits(against, recipe, dense_weights)
     if (captured is not None) != (against in ("official", "engine")):
         raise ValueError(f"{against=} {'needs the stages of a capture' if captured is None else 'takes no capture'}")
     ours = {name: np.asarray(value) for name, value in _trace(layer, jnp.asarray(x)).items()}
     ids = ours.get("expert_ids")
     if captured is None:
         mode: Literal["oracle", "exact"] = "exact" if against == "exact" else "oracle"
-        truth: Stages = oracle_trace(config, tensors, x, recipe=recipe, mode=mode, ids=ids)
+        truth: Stages = oracle_trace(config, tensors, x, recipe=recipe, mode=mode, ids=ids, dense_weights=dense_weights)
     else:
         truth = captured
     kept = np.ones(len(x), np.bool_)

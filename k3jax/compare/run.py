@@ -50,6 +50,7 @@ class Request:
     implementation: str | None = None
     against: str = "oracle"
     quantize_plain: bool = False
+    dense_weights: str = "bf16"
     mesh: MeshSizes | None = None
     layout: str = "replicated"
 
@@ -201,7 +202,7 @@ def _version(package: str) -> str:
 
 def _compare(plan: Plan, layer: int, recipe: str) -> LayerComparison:
     request = plan.request
-    options = LoadOptions(quantize_plain=request.quantize_plain)
+    options = LoadOptions(quantize_plain=request.quantize_plain, dense_weights=request.dense_weights)
     loaded = load_layer(
         request.checkpoint,
         layer,
@@ -229,6 +230,7 @@ def _compare(plan: Plan, layer: int, recipe: str) -> LayerComparison:
         recipe=recipe,
         against=plan.against,
         captured=captured,
+        dense_weights=request.dense_weights,
     )
 
 

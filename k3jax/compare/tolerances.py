@@ -55,6 +55,7 @@ class Limits:
 
 _BF16_EXACT = Limits(relative_l2=8e-3, plain_l2=8e-3, cosine=0.9999)
 _A8_EXACT = Limits(relative_l2=6e-2, plain_l2=8e-3, cosine=0.998)
+_FP8_EXACT = Limits(relative_l2=8e-2, plain_l2=6e-2, cosine=0.997)
 _BF16_ORACLE = Limits(relative_l2=4e-3, plain_l2=4e-3, cosine=0.9999)
 _A8_ORACLE = Limits(relative_l2=6e-3, plain_l2=4e-3, cosine=0.9999)
 _BF16_OFFICIAL = Limits(relative_l2=2e-3, plain_l2=2e-3, cosine=0.9999)
@@ -80,12 +81,26 @@ TOLERANCES: dict[tuple[Against, str], Limits] = {
 }
 
 
-def limits(against: Against, recipe: str) -> Limits:
-    """The limits for `recipe` against that kind of truth.
+_FP8: dict[str, dict[str, Limits]] = {
+    "oracle": {recipe: found for (against, recipe), found in TOLERANCES.items() if against == "oracle"},
+    "exact": dict.fromkeys(("bf16", "w4a16", "w4a8", "w4a8_fp8"), _FP8_EXACT),
+}
+"""With dense weights in e4m3: the oracle quantises them too, "exact" does not."""
+
+
+def limits(against: Against, recipe: str, dense_weights: str = "bf16") -> Limits:
+    """The limits for `recipe` against that kind of truth, with dense weights in "bf16" or "fp8".
 
     Raises:
-        ValueError: either is unknown.
+        ValueError: one is unknown, or the truth is a capture and knows nothing of "fp8".
     """
+    if dense_weights == "fp8":
+        found = _FP8.get(against, {}).get(recipe)
+        if found is None:
+            raise ValueError(
+                f"no tolerance for dense_weights='fp8' with {recipe=} {against=}; compare it with the oracle"
+            )
+        return found
     found = TOLERANCES.get((against, recipe))
     if found is None:
         recipes = dict.fromkeys(name for _, name in TOLERANCES)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels import KernelWeights, MXFP4Array
+from pallas_kernels import FP8BlockArray, KernelWeights, MXFP4Array
 
 _AT_A_TIME = 64 << 20  # bytes copied from a device to be digested
 
@@ -31,6 +31,10 @@ def kind_of_experts(weights: Weights) -> str:
 def weights_of(arrays: Mapping[str, jax.Array], experts: str | None) -> dict[str, Any]:
     """The inverse of `named_arrays`; `experts` is what `kind_of_experts` said, None for a dense layer."""
     weights: dict[str, Any] = {name: array for name, array in arrays.items() if "." not in name}
+    for name in arrays:
+        field, _, leaf = name.partition(".")
+        if leaf == "values":
+            weights[field] = FP8BlockArray(arrays[name], arrays[f"{field}.scales"])
     for name, gated in (("w13", True), ("w2", False)):
         if experts == "mxfp4":
             weights[name] = MXFP4Array(arrays[f"{name}.codes"], arrays[f"{name}.scales"])

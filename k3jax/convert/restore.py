@@ -47,6 +47,11 @@ def restore_layers(
     target = Path(path)
     record = read_record(target / TARGET)
     config = K3Config.from_dict(record["config"])
+    if record["dense_weights"] != options.dense_weights:
+        raise ValueError(
+            f"{target} keeps dense weights in {record['dense_weights']}, and not as "
+            f"dense_weights={options.dense_weights!r} asks; convert to another folder"
+        )
     results: list[GatedMLP | MoE] = []
     for layer in layers:
         config.is_moe(layer)

@@ -152,6 +152,7 @@ def _record(request: Request, checkpoint: Checkpoint) -> dict[str, Any]:
         "model": model_digests(checkpoint),
         "config": json.loads((request.source / CONFIG).read_bytes()),
         "recipe": request.recipe,
+        "dense_weights": request.options.dense_weights,
         "implementation": request.implementation,
     }
 

@@ -21,7 +21,7 @@ TARGET = "k3jax-convert.json"
 LAYER = "k3jax-layer.json"
 FORMAT = "k3jax-converted-1"
 _FIELDS = {
-    TARGET: {"layout_version", "source", "model", "config", "recipe", "implementation"},
+    TARGET: {"layout_version", "source", "model", "config", "recipe", "dense_weights", "implementation"},
     LAYER: {"layer", "experts", "arrays", "shards"},
 }
 _LOCK = ".lock"

@@ -90,8 +90,8 @@ def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
         latent_down=_value(layer.latent_down),
         latent_norm=_value(layer.latent_norm),
         latent_up=_value(layer.latent_up),
-        shared_gate_up=None if layer.shared is None else layer.shared.gate_up[...],
-        shared_down=None if layer.shared is None else layer.shared.down[...],
+        shared_gate_up=None if layer.shared is None else layer.shared.gate_up.get_value(),
+        shared_down=None if layer.shared is None else layer.shared.down.get_value(),
         w13=cut(layer.w13.get_value()),
         w2=cut(layer.w2.get_value()),
     )
@@ -99,5 +99,5 @@ def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
     return MoE(fewer, recipe=layer.recipe, implementation=layer.implementation, arrays=arrays)
 
 
-def _value(variable: nnx.Param | None) -> Array | None:
-    return None if variable is None else variable[...]
+def _value(variable: nnx.Variable | None) -> Any:
+    return None if variable is None else variable.get_value()

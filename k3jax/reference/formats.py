@@ -121,6 +121,25 @@ def _through_blocks(x: Values, largest: float, *, mxfp4: bool) -> Values:
     return np.where(finite, np.ldexp(values, exponent), np.nan).reshape(x.shape)
 
 
+def through_fp8_block(x: Values) -> Values:
+    """x [N, K] as e4m3 with one scale for each 128 x 128 keeps it: 2^ceil(log2(amax / 448)), at least 2^-100.
+
+    What is left at an edge is a block of its own. A block with a NaN or an infinity in it becomes NaN throughout.
+    """
+    result = np.empty_like(x)
+    for row in range(0, x.shape[0], 128):
+        for column in range(0, x.shape[1], 128):
+            block = x[row : row + 128, column : column + 128]
+            amax = np.abs(block).max(keepdims=True)
+            if np.isfinite(amax).all():
+                exponent = np.maximum(scale_exponents(amax, 448.0), -100)
+                block = np.ldexp(round_e4m3(np.ldexp(block, -exponent)), exponent)
+            else:
+                block = np.full_like(block, np.nan)
+            result[row : row + 128, column : column + 128] = block
+    return result
+
+
 def through_mxfp4(x: Values) -> Values:
     """x [..., K] as MXFP4 keeps it: exponent ceil(log2(amax / 6)) of each 32, nearest e2m1, ties to even.
 

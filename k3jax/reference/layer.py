@@ -23,7 +23,7 @@ In mode "oracle", every GEMM's result, every activation and every stage from `la
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,7 @@ __all__ = ["activation", "expert_rows", "oracle_trace", "round_bf16"]
 
 Tensors = Mapping[str, NDArray[Any]]
 Ids = NDArray[np.integer]
+Role = Literal["dense", "expert", "router"]
 
 CHUNK = 2**23
 """Weights held in float64 at a time, 64 MiB: a dense layer at full size would take 6 GB at once."""
@@ -99,12 +100,12 @@ def _softmax(x: Values) -> Values:
     return powers / powers.sum(axis=-1, keepdims=True)
 
 
-def _linear(x: Values, tensors: Tensors, name: str, numbers: Numbers, *, expert: bool = False) -> Values:
+def _linear(x: Values, tensors: Tensors, name: str, numbers: Numbers, role: Role = "dense") -> Values:
     """x [S, K] times the transpose of the weight [N, K] called `name`, packed or plain: [S, N], not rounded."""
     packed = f"{name}.weight_packed" in tensors
     stored = tensors[f"{name}.weight_packed" if packed else f"{name}.weight"]
     scales = tensors.get(f"{name}.weight_scale")
-    rows = max(1, CHUNK // x.shape[-1])
+    rows = max(1, CHUNK // (128 * x.shape[-1])) * 128
     result = np.empty((len(x), len(stored)))
     for start in range(0, len(stored), rows):
         part = slice(start, start + rows)
@@ -114,8 +115,10 @@ def _linear(x: Values, tensors: Tensors, name: str, numbers: Numbers, *, expert:
             weight = numbers.packed_weight(stored[part], scales[part])
         else:
             weight = numbers.nvfp4_weight(stored[part], scales[part], tensors[f"{name}.weight_scale_2"])
-        if expert and not packed:
+        if role == "expert" and not packed:
             weight = numbers.expert_weight(weight)
+        if role == "dense":
+            weight = numbers.dense_weight(weight)
         result[:, part] = x @ weight.T
     return result
 
@@ -138,10 +141,10 @@ def expert_rows(
     numbers = Numbers(recipe, mode)
     prefix = f"block_sparse_moe.experts.{expert}"
     entering = numbers.expert_input(numbers.bf16(rows.astype(np.float64)))
-    gate = numbers.bf16(_linear(entering, tensors, f"{prefix}.w1", numbers, expert=True))
-    up = numbers.bf16(_linear(entering, tensors, f"{prefix}.w3", numbers, expert=True))
+    gate = numbers.bf16(_linear(entering, tensors, f"{prefix}.w1", numbers, "expert"))
+    up = numbers.bf16(_linear(entering, tensors, f"{prefix}.w3", numbers, "expert"))
     hidden = numbers.expert_input(numbers.bf16(activation(config, gate, up)))
-    return numbers.bf16(_linear(hidden, tensors, f"{prefix}.w2", numbers, expert=True))
+    return numbers.bf16(_linear(hidden, tensors, f"{prefix}.w2", numbers, "expert"))
 
 
 def _scores(config: LayerNumbers, logits: Values) -> Values:
@@ -205,6 +208,7 @@ def oracle_trace(
     *,
     recipe: str,
     mode: Mode = "oracle",
+    dense_weights: str = "bf16",
     ids: Ids | None = None,
     mask: NDArray[np.bool_] | None = None,
 ) -> dict[str, NDArray[Any]]:
@@ -216,6 +220,7 @@ def oracle_trace(
     x        [T, D], any float dtype. The router reads it as it is; all else reads it rounded to bf16
     recipe   "bf16", "w4a16", "w4a8" or "w4a8_fp8"
     mode     "oracle" (the recipe's quantisation, the official rounding points) or "exact" (neither)
+    dense_weights  "bf16", or "fp8" for shared experts, latent projections and a dense layer's MLP in e4m3 by blocks
     ids      [T, X] integers: route by these instead of the oracle's own picks, so that a near tie decided the other way
              doesn't reach the later stages; -1 routes to nothing. Their weights are the oracle's own scores
     mask     [T] bool: False routes a token to nothing. A dense layer has no use for it
@@ -224,7 +229,7 @@ def oracle_trace(
     `normed_latent` or `shared` where the layer has no such part; `expert_ids` (int32) are always the oracle's own
     picks, and `expert_scores` [T, E] the biased scores that they follow from.
     """
-    numbers = Numbers(recipe, mode)
+    numbers = Numbers(recipe, mode, dense_weights)
     if x.ndim != 2:
         raise ValueError(f"x must be [T, D]: got the shape {x.shape}; flatten the tokens first")
     exact_x = x.astype(np.float64)
@@ -244,7 +249,7 @@ def _route(
     numbers: Numbers,
 ) -> tuple[dict[str, NDArray[Any]], Ids]:
     """The router's stages, and the ids [T, X] to follow: those given, or the oracle's own."""
-    logits = _linear(x, tensors, "block_sparse_moe.gate", numbers)
+    logits = _linear(x, tensors, "block_sparse_moe.gate", numbers, "router")
     scores = _scores(config, logits)
     biased = scores + tensors["block_sparse_moe.gate.e_score_correction_bias"].astype(np.float64)
     own = _choose(config, biased)

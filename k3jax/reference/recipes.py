@@ -21,6 +21,7 @@ class Numbers:
 
     recipe: str
     mode: Mode
+    dense_weights: str = "bf16"
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -48,6 +49,10 @@ class Numbers:
     def nvfp4_weight(self, codes: Bytes, scales: NDArray[Any], global_scale: NDArray[Any]) -> Values:
         """NVFP4 weights, which loading rounds to bf16."""
         return self.bf16(formats.decode_nvfp4(codes, scales.astype(np.float64), float(global_scale.reshape(()))))
+
+    def dense_weight(self, values: Values) -> Values:
+        """Whole blocks of rows of a shared expert, a latent projection or a dense layer, in e4m3 if it is kept so."""
+        return formats.through_fp8_block(values) if self.mode == "oracle" and self.dense_weights == "fp8" else values
 
     def expert_weight(self, values: Values) -> Values:
         """An expert that the checkpoint doesn't store in MXFP4: quantised to it in every recipe but bf16."""

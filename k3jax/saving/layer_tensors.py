@@ -4,10 +4,12 @@ import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from flax import nnx
 
 from k3jax.checkpoint.tensor_table import EXPERTS, MOE, TensorSpec, layer_table
 from k3jax.config import K3Config
 from k3jax.kernel_placement import stored_expert
+from k3jax.linear import FrozenWeight
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
 from pallas_kernels import KernelWeights, MXFP4Array
@@ -26,6 +28,8 @@ def layer_tensors(layer: GatedMLP | MoE, config: K3Config, index: int) -> Iterat
     Packed experts come out byte for byte as they were read, from a kernel's layout too. The router's bias is float32,
     whatever else is unpacked bfloat16: the first dtype of each spec.
     """
+    if any(isinstance(leaf, FrozenWeight) for _, leaf in nnx.iter_graph(layer)):
+        raise NotImplementedError("a layer whose dense weights are e4m3 no longer has those of its checkpoint to save")
     if isinstance(layer, GatedMLP):
         for suffix, spec in layer_table(config, index, set()).specs.items():
             yield suffix, spec, functools.partial(_mlp_tensor, layer, suffix.removeprefix("mlp."))
