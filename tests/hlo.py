@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
@@ -56,9 +57,11 @@ class Program:
 
     Attributes:
         instructions: name -> instruction, of every computation, in the order of the text. entry: names, as scheduled.
+        custom_calls: the targets of custom calls, how often each is there.
     """
 
     def __init__(self, text: str) -> None:
+        self.custom_calls = Counter(re.findall(r'custom_call_target="([^"]+)"', text))
         self.instructions: dict[str, Instruction] = {}
         self.entry: list[str] = []
         in_entry = False

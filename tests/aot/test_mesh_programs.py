@@ -32,19 +32,20 @@ class Case:
     recipe: str = "w4a16"
     options: LoadOptions = DEFAULTS
     hides_latency: bool = False
+    implementation: str = "xla"
 
     def __str__(self) -> str:
         options = self.options.transport or "", "split shared" * self.options.split_shared
-        return " ".join(filter(None, (self.gpu, self.tokens, self.recipe, *options)))
+        return " ".join(filter(None, (self.gpu, self.implementation, self.tokens, self.recipe, *options)))
 
 
 ALL_GATHER, PER_RANK = LoadOptions(transport="all_gather"), LoadOptions(transport="per_rank")
 SPLIT = LoadOptions(transport="all_gather", split_shared=True, wire="bf16")
 CASES = [
     Case("hopper", "replicated"),
-    Case("hopper", "sharded", options=ALL_GATHER),
     Case("hopper", "sharded", options=PER_RANK, hides_latency=True),
     Case("hopper", "sharded", options=SPLIT),
+    Case("hopper", "sharded", options=ALL_GATHER, implementation="mosaic"),
     Case("blackwell", "replicated"),
     Case("blackwell", "sharded", "w4a8", options=ALL_GATHER),
     Case("blackwell", "sharded", "w4a8", options=PER_RANK, hides_latency=True),
@@ -62,7 +63,7 @@ def compiled(case: Case, mesh: Mesh) -> tuple[Program, Layout]:
     with unchecked_annotations():
         arrays = MoEArrays.abstract(CONFIG, packed=True)
         where: dict[str, Any] = {"mesh": mesh, "tokens": case.tokens, "options": case.options}
-        layer = MoE(CONFIG, recipe=case.recipe, implementation="xla", arrays=arrays, **where)
+        layer = MoE(CONFIG, recipe=case.recipe, implementation=case.implementation, arrays=arrays, **where)
         places = NamedSharding(mesh, partition_spec(("tokens", None), layer.layout.rules))
         count = TOKENS * layer.layout.token_shards
         x = jax.ShapeDtypeStruct((count, CONFIG.hidden_size), jnp.bfloat16, sharding=places)
@@ -83,8 +84,11 @@ def sent(found: Collective, ranks: int) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_collectives_are_those_of_the_document(case: Case, mesh_of: Any) -> None:
+def test_the_collectives_are_those_of_the_document(case: Case, mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if case.implementation == "mosaic":  # which asks what it is to run on
+        monkeypatch.setattr(jax, "devices", lambda: list(mesh_of(case.gpu).devices.flat))
     program, layout = compiled(case, mesh_of(case.gpu))
+    assert program.custom_calls["mosaic_gpu_v2"] == (2 if case.implementation == "mosaic" else 0), program.custom_calls
     expected = layer_collectives(CONFIG, layout, TOKENS)
     found = program.collectives()
     assert Counter((each.op, str(array)) for each in found for array in each.inputs) == Counter(
