@@ -62,6 +62,7 @@ def main(
     seed: Annotated[int, typer.Option(min=0, help="Of tokens and batches.")] = 0,
     states: Annotated[Path | None, typer.Option(help="Folder of states; a run that finds one there resumes.")] = None,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between states.")] = 50,
+    measure: Annotated[int, typer.Option(min=0, help="Afterwards time so many steps, and forward passes.")] = 0,
     out: Annotated[Path | None, typer.Option(help="New checkpoint folder for the healed layer.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Plot of the error over the steps.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Log of the run.")] = None,
@@ -86,6 +87,7 @@ def main(
             teacher=teacher,
             tokens=tokens,
             states=states,
+            measure=measure,
         )
         result = _heal(request, console)
         _print_costs(result)
@@ -124,6 +126,13 @@ def _print_costs(result: run.Result) -> None:
         f"memory: frozen {parts[0] / 1e9:.3f} GB (no gradient, no optimiser state) + trained {parts[1] / 1e9:.3f} GB "
         f"({memory.BYTES_A_PARAMETER} bytes a parameter) + activations below {parts[2] / 1e9:.3f} GB{peak}"
     )
+
+    if result.times is not None:
+        times = result.times
+        print(
+            f"a step takes {1e3 * times.step:.1f} ms ({times.tokens_per_second:,.0f} tokens/s), of which the forward "
+            f"pass {1e3 * times.forward:.1f} ms ({100 * times.forward_share:.0f} %); medians of {times.repeats}"
+        )
 
 
 def _plot(result: run.Result) -> str:

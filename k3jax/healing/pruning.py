@@ -37,10 +37,13 @@ def expert_scores(
     elif by == "weighted-load":
         each = routing.weights
     else:
-        # One slot at a time, the layer's own sum is that slot's weighted expert alone.
-        slots = [Routing(routing.ids[:, k, None], routing.weights[:, k, None]) for k in range(routing.ids.shape[1])]
-        outputs = [layer.routed(x, slot).astype(jnp.float32) for slot in slots]
-        each = jnp.stack([jnp.linalg.norm(output, axis=-1) for output in outputs], axis=1)
+
+        def norm(slot: Routing) -> Array:
+            """Of one slot alone the layer's sum is that slot's weighted expert."""
+            alone = Routing(slot.ids[:, None], slot.weights[:, None])
+            return jnp.linalg.norm(layer.routed(x, alone, dtype=jnp.float32), axis=-1)
+
+        each = jax.lax.map(norm, jax.tree.map(jnp.transpose, routing)).T
     num_experts = layer.router.bias.shape[0]
     bins = jnp.where(routing.ids < 0, num_experts, routing.ids)
     return jnp.zeros(num_experts + 1, jnp.float32).at[bins].add(each)[:num_experts]

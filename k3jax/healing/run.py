@@ -19,6 +19,7 @@ from k3jax.healing import memory
 from k3jax.healing.pairs import CHUNK, Pairs, from_capture, from_teacher
 from k3jax.healing.pruning import RULES, best_experts, cut_experts, expert_scores
 from k3jax.healing.synthetic import real_widths, synthetic_layer
+from k3jax.healing.timing import StepTimes, time_steps
 from k3jax.healing.tokens import structured_tokens
 from k3jax.healing.training import Healed, Plan, Progress, relative_errors, train
 from k3jax.loading import load_layer
@@ -39,6 +40,7 @@ class Request:
         keep: experts to keep, chosen `by` one of `pruning.RULES`; None keeps all.
         teacher: a capture file; None for the whole layer. tokens: how many; with a capture, at most so many of its own.
         states: a folder to resume from and to leave states in.
+        measure: afterwards, time so many steps, and their forward passes alone.
     """
 
     checkpoint: Path | None
@@ -51,6 +53,7 @@ class Request:
     teacher: Path | None = None
     tokens: int | None = None
     states: Path | None = None
+    measure: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Result:
     Attributes:
         kept: ids of the experts that were kept, by their old numbers. uncut: the errors of the layer before the cut.
         frozen_bytes, trained_bytes, activation_bytes: the parts of `memory`'s bound. peak_bytes: what the device saw.
+        times: of a step, if they were measured.
     """
 
     request: Request
@@ -73,6 +77,7 @@ class Result:
     trained_bytes: int
     activation_bytes: int | None
     peak_bytes: int | None
+    times: StepTimes | None
     seconds: float
 
 
@@ -126,6 +131,7 @@ def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> R
         trained_bytes=trained_bytes,
         activation_bytes=None if config is None else memory.activation_bytes(config, micro, parameters),
         peak_bytes=peak,
+        times=time_steps(healed.layer, training, request.plan, request.measure) if request.measure else None,
         seconds=time.perf_counter() - began,
     )
 

@@ -87,7 +87,7 @@ def train(
         raise ValueError(f"batch={plan.batch} tokens are more than the {len(pairs)} to train on")
     student, params, frozen = split(layer)
     optimizer = plan.schedule.optimizer()
-    step = make_step(student, optimizer, _power(pairs), plan.loss)
+    step = make_step(student, optimizer, power_of(pairs), plan.loss)
     state = start(params, optimizer)
     history: History = []
     described = _described(plan, pairs, params, frozen)
@@ -97,7 +97,7 @@ def train(
             state, history = found
         loop = _Loop(plan, history, progress)
         for position in range(int(state.step), plan.schedule.steps):
-            state, numbers = step(state, frozen, _batch(pairs, plan, position))
+            state, numbers = step(state, frozen, batch_at(pairs, plan, position))
             loop.made_step(numbers)
             if files is not None and ((position + 1) % plan.save_every == 0 or position + 1 == plan.schedule.steps):
                 files.save(state, history)
@@ -137,7 +137,7 @@ class _Loop:
         self._progress(done + 1, steps, text)
 
 
-def _batch(pairs: Pairs, plan: Plan, position: int) -> dict[str, jax.Array]:
+def batch_at(pairs: Pairs, plan: Plan, position: int) -> dict[str, jax.Array]:
     """Batch number `position` as `[accumulate, tokens, ...]`."""
     some = pairs.take(batch_rows(len(pairs), plan.batch, position, plan.seed))
     arrays = {"x": some.x, "output": some.output}
@@ -146,7 +146,7 @@ def _batch(pairs: Pairs, plan: Plan, position: int) -> dict[str, jax.Array]:
     return {name: jnp.asarray(a.reshape(plan.accumulate, -1, a.shape[1])) for name, a in arrays.items()}
 
 
-def _power(pairs: Pairs) -> Power:
+def power_of(pairs: Pairs) -> Power:
     latent = pairs.normed_latent
     return Power(_mean_square(pairs.output), None if latent is None else _mean_square(latent))
 
