@@ -150,7 +150,8 @@ def memory(config: K3Config) -> str:
     layouts: tuple[dict[str, Any], ...] = (
         {"tokens": "replicated"},
         {"tokens": "sharded"},
-        {"tokens": "sharded", "split_shared": True},
+        {"tokens": "sharded", "options": LoadOptions(split_shared=True)},
+        {"tokens": "sharded", "options": LoadOptions(dense_weights="fp8")},
     )
     rows = []
     for ranks in (1, *EXPERT_RANKS):
@@ -160,7 +161,8 @@ def memory(config: K3Config) -> str:
         totals = [gigabytes(config, ranks, **layout) for layout in layouts]
         said = ["does not divide" if total is None else f"{total:,.1f}" for total in totals]
         rows.append((f"EP{ranks}", f"{routed:,.1f}", *said))
-    heads = ("GB a GPU", "routed experts alone", "replicated tokens", "sharded tokens", "sharded, `split_shared`")
+    kinds = ("replicated tokens", "sharded tokens", "sharded, `split_shared`", 'sharded, `dense_weights="fp8"`')
+    heads = ("GB a GPU", "routed experts alone", *kinds)
     return table(heads, rows)
 
 

@@ -20,6 +20,7 @@ from k3jax.compare.ranks import rank_loads
 from k3jax.moe import moe_layout
 from k3jax.options import LoadOptions
 from sharding import Layout, make_mesh
+from sharding.dispatch import ReplicatedTokens
 from sharding.traffic import all_reduce_bytes
 
 LAYOUTS = ("replicated", "sharded")
@@ -121,3 +122,10 @@ def test_a_mistake_is_status_2(folder: Path, arguments: tuple[Any, ...], message
     result = compare(folder, "--layers", "1", *arguments)
     assert result.exit_code == 2, result.output
     assert message in result.stderr
+
+
+def test_a_sum_that_is_not_added_up_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReplicatedTokens, "total", lambda self, *parts: parts)
+    result = compare(folder, "--mesh", "expert=4,tensor=2", "--layers", "1", "--tokens", "11")
+    assert result.exit_code == 1, result.output
+    assert "Layer 1, w4a16: first divergence at stage experts" in result.stdout

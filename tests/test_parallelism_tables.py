@@ -8,7 +8,8 @@ import pytest
 
 from k3jax.config import K3Config
 from k3jax.inspection.memory import dense_memory, model_memory, moe_memory
-from sharding import MeshSizes, layout_rules
+from k3jax.options import LoadOptions
+from sharding import MeshSizes
 
 ROOT = Path(__file__).parent.parent
 EXPERT_BYTES = 17_547_264
@@ -38,18 +39,22 @@ def test_a_table_that_the_document_lacks_is_noticed(script: dict[str, Any], rele
 
 def test_memory_of_each_layout(release: K3Config) -> None:
     sizes = MeshSizes(expert=16)
-    shared, dense = 3 * 6144 * 7168 * 2, 3 * 33792 * 7168 * 2
-    whole, split = layout_rules("sharded"), layout_rules("sharded", split_shared=True)
-    assert moe_memory(release, sizes, packed=True, rules=whole).routed_experts == 56 * EXPERT_BYTES
-    assert moe_memory(release, sizes, packed=True, rules=whole).shared_experts == shared
-    assert moe_memory(release, sizes, packed=True, rules=split).shared_experts * 16 == shared
-    assert moe_memory(release, sizes, packed=True).shared_experts * 16 == shared
-    assert dense_memory(release, sizes, whole).dense == dense
-    assert dense_memory(release, sizes, split).dense * 16 == dense
-    assert dense_memory(release, sizes).dense * 8 == dense  # split no further than a node goes
-    assert model_memory(release, sizes, packed=True, tokens="sharded").moe == moe_memory(
-        release, sizes, packed=True, rules=whole
-    )
+    shared, dense, latent = 3 * 6144 * 7168, 3 * 33792 * 7168, 2 * 3584 * 7168
+    split, fp8 = LoadOptions(split_shared=True), LoadOptions(dense_weights="fp8")
+    whole = moe_memory(release, sizes, packed=True, tokens="sharded")
+    assert whole.routed_experts == 56 * EXPERT_BYTES
+    assert whole.shared_experts == 2 * shared
+    assert moe_memory(release, sizes, packed=True, tokens="sharded", options=split).shared_experts * 8 == shared
+    assert moe_memory(release, sizes, packed=True).shared_experts * 8 == shared
+    assert dense_memory(release, sizes, tokens="sharded").dense == 2 * dense
+    assert dense_memory(release, sizes, tokens="sharded", options=split).dense * 8 == dense
+    assert dense_memory(release, sizes).dense * 4 == dense  # split no further than a node goes
+    assert model_memory(release, sizes, packed=True, tokens="sharded").moe == whole
+    small = moe_memory(release, sizes, packed=True, tokens="sharded", options=fp8)
+    assert small.shared_experts == shared + shared // 128**2 * 4
+    assert small.latent == latent + latent // 128**2 * 4 + 3584 * 2
+    assert (small.router, small.routed_experts) == (whole.router, whole.routed_experts)
+    assert dense_memory(release, sizes, tokens="sharded", options=fp8).dense == dense + dense // 128**2 * 4
 
 
 def test_a_rack_of_72_is_no_layout_of_896_experts_but_has_some(release: K3Config) -> None:
