@@ -13,9 +13,8 @@ simulated as the mesh needs them. Exit status: 0 all is well, 1 an output is not
 
 import contextlib
 import functools
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import jax
 import typer
@@ -27,16 +26,12 @@ from k3jax.compare.run import parse_layers
 from k3jax.config import K3Config
 from k3jax.evaluation.results import as_json, capture_writer
 from k3jax.evaluation.run import DEFAULT_BATCH, LayerStatistics, Layout, Plan, Request, evaluate, plan
+from k3jax.options import LoadOptions
 from k3jax.progress import progress_bar
 from sharding.mesh import parse_mesh
 from sharding.simulated import simulate_devices
 
-
-class TokensLayout(StrEnum):
-    """Whether every rank has all tokens or its own."""
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
+Transport = Literal["all_gather", "per_rank"]
 
 
 def main(
@@ -44,7 +39,10 @@ def main(
     tokens: Annotated[Path, typer.Argument(metavar="FILE", help="Token file, .npy or .safetensors.")],
     layers: Annotated[str | None, typer.Option(metavar="0,1,5-7", help="Default: those the token file is for.")] = None,
     mesh: Annotated[str, typer.Option(metavar="expert=8,tensor=1", help="Over all devices. Default: none.")] = "",
-    tokens_layout: Annotated[TokensLayout, typer.Option(help="On a mesh.")] = TokensLayout.REPLICATED,
+    tokens_layout: Annotated[Layout, typer.Option(help="On a mesh: on every rank, or split.")] = "replicated",
+    transport: Annotated[
+        Transport | None, typer.Option(help="How sharded tokens travel. Default: by the number of ranks.")
+    ] = None,
     recipe: Annotated[str, typer.Option(help="bf16, w4a16, w4a8 or w4a8_fp8.")] = "w4a16",
     implementation: Annotated[str | None, typer.Option(help="Default: the fastest that runs here.")] = None,
     batch: Annotated[int, typer.Option(help="Tokens at a time, over all ranks.")] = DEFAULT_BATCH,
@@ -62,16 +60,16 @@ def main(
         for path in filter(None, (output, json)):
             outputs.require_writable(path)
         config = K3Config.from_pretrained(checkpoint)
-        layout: Layout = "sharded" if tokens_layout is TokensLayout.SHARDED else "replicated"
         request = Request(
             checkpoint=checkpoint,
             tokens=tokens,
             layers=None if layers is None else parse_layers(layers, config.num_hidden_layers),
             mesh=sizes,
-            layout=layout,
+            layout=tokens_layout,
             recipe=recipe,
             implementation=implementation,
             batch=batch,
+            options=LoadOptions(transport=transport),
         )
         statistics = run(plan(request), output, json)
     except (ValueError, OSError, NotImplementedError) as error:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from checkpoint_edits import tiny_config
@@ -58,7 +59,9 @@ def evaluation(folder: Path, mesh: str, layout: str, *more: str) -> list[str]:
 def test_several_hosts_give_one_host_s_result(
     hosts: Any, folder: Path, tmp_path: Path, processes: int, mesh: str, layout: Layout
 ) -> None:
-    outputs = ("--output", str(tmp_path / "out.safetensors"), "--json", str(tmp_path / "out.json"))
+    outputs: tuple[str, ...] = ("--output", str(tmp_path / "out.safetensors"), "--json", str(tmp_path / "out.json"))
+    if layout == "sharded":
+        outputs += ("--transport", "per_rank")
     with hosts(evaluation(folder, mesh, layout, *outputs), processes, 8 // processes) as running:
         assert running.wait(grace=10) == [0] * processes, running.lines
     expected, statistics = in_one_process(folder, mesh, layout)
@@ -79,8 +82,7 @@ def test_several_hosts_give_one_host_s_result(
     assert not [line for process, line in running.lines if process and line.startswith("layer ")]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_host_ends_the_others(hosts: Any, folder: Path, tmp_path: Path, killed: int) -> None:
+def test_a_killed_host_ends_the_others(hosts: Any, folder: Path, tmp_path: Path) -> None:
     """Within JAX's timeout, with an error, and without a result that could be taken for one."""
     output = tmp_path / "out.safetensors"
     heartbeat = 5
@@ -91,10 +93,31 @@ def test_a_killed_host_ends_the_others(hosts: Any, folder: Path, tmp_path: Path,
             assert not any(process.poll() for process in running.processes), running.lines
             assert time.monotonic() < deadline, running.lines
             time.sleep(0.02)
-        running.processes[killed].kill()
+        running.processes[1].kill()
         start = time.monotonic()
         statuses = running.wait(grace=3 * heartbeat)
         assert time.monotonic() - start < 3 * heartbeat
-    assert statuses[killed] == -signal.SIGKILL
-    assert statuses[1 - killed] not in (0, None)
+    assert statuses[1] == -signal.SIGKILL
+    assert statuses[0] not in (0, None)
     assert not output.exists()
+
+
+def test_how_hosts_are_told_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = runpy.run_path(str(SCRIPTS / "evaluate.py"))["join"]
+    met: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    timeouts = {"heartbeat_timeout_seconds": 7, "shutdown_timeout_seconds": 7}
+    with monkeypatch.context() as patch:
+        patch.setattr(jax.distributed, "initialize", lambda *where, **named: met.append((where, named)))
+        for hosts in ("one", "auto", "node-3:1234,4,0"):
+            join(hosts, 7)
+    assert met == [((), timeouts), (("node-3:1234", 4, 0), timeouts)]
+    for hosts in ("", "two", "node-3,4,0", "node-3:1234,4", "node-3:1234,four,0"):
+        with pytest.raises(ValueError, match="must be one, auto or HOST:PORT,N,I"):
+            join(hosts, 7)
+
+    def no_cluster(**_: Any) -> None:
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", no_cluster)
+    with pytest.raises(ValueError, match="JAX detects no cluster here"):
+        join("auto", 7)
