@@ -79,6 +79,10 @@ class HowToMultiply:
         return "f32" if self.ranks.splits_width else "bf16"
 
 
+Mlp = Callable[[Array, Weights, Weights, Array, HowToMultiply], Array]
+"""Rows `[S, L]`, w13, w2 and group sizes to rows `[S, L]`."""
+
+
 def routed_experts(
     latent_TL: BFloat16[Array, "t l"],
     routing: Routing,
@@ -89,15 +93,17 @@ def routed_experts(
     recipe: str,
     implementation: str | None = None,
     ranks: Ranks = _ONE_DEVICE,
+    mlp: Mlp | None = None,
 ) -> Float[Array, "t l"]:
     """`sum_k weights[:, k] * expert[ids[:, k]](latent)`: `[T, L] -> [T, L]` float32, before it is rounded.
 
     For `w13 [E, 2F, L]` and `w2 [E, L, F]`; where `ranks` split F it is this rank's part of the sum. A slot with id -1
-    contributes nothing; an id that a token names twice counts twice. No row is ever dropped.
+    contributes nothing; an id that a token names twice counts twice. No row is ever dropped. `mlp` is what is computed
+    of each row, `expert_mlp` by default.
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
     how = HowToMultiply(activation, recipe, implementation, ranks)
-    rows_SL = expert_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
+    rows_SL = (mlp or expert_mlp)(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
     return combine(rows_SL, schedule, routing.weights)
 
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float
 
+from k3jax.adapters import ExpertAdapters
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, FrozenExperts, Weights, gate_and_up_rows, routed_experts
 from k3jax.kernel_placement import lay_out_experts
@@ -79,6 +80,7 @@ class MoE(nnx.Module):
         self.shared = _shared_experts(arrays, config.activation)
         self.w13 = FrozenExperts(arrays.w13, axes=AXES["w13"])
         self.w2 = FrozenExperts(arrays.w2, axes=AXES["w2"])
+        self.adapters: ExpertAdapters | None = nnx.data(None)  # k3jax.adapters.add_adapters
         place_parameters(self, self.layout)
         place = functools.partial(
             lay_out, recipe=recipe, implementation=implementation, allow_inexact=options.allow_inexact
@@ -205,6 +207,7 @@ class MoE(nnx.Module):
             recipe=self.recipe,
             implementation=self.implementation,
             ranks=ranks,
+            mlp=None if self.adapters is None else self.adapters.expert_mlp(),
         )
         return ranks.combine(sums, arrived)
 

@@ -7,6 +7,7 @@ from pallas_kernels.grouped_matmul import (
     from_kernel_layout,
     grouped_matmul,
     lay_out,
+    low_rank_matmul,
     to_kernel_layout,
 )
 from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
@@ -31,6 +32,7 @@ __all__ = [
     "from_kernel_layout",
     "grouped_matmul",
     "lay_out",
+    "low_rank_matmul",
     "quantize_fp8_block",
     "quantize_fp8_token",
     "quantize_mxfp4",

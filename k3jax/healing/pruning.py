@@ -70,11 +70,13 @@ def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
 
     Raises:
         ValueError: fewer experts are left than a token picks, or an id is no expert or is named twice.
-        NotImplementedError: the router chooses among groups of experts, which would become uneven; or the layer is on
-            a mesh (cut it on one device, save it and load it on the mesh).
+        NotImplementedError: the router chooses among groups of experts, which would become uneven; the layer has
+            adapters; or it is on a mesh (cut it on one device, save it and load it on the mesh).
     """
     config = layer.config
     assert config.num_experts is not None
+    if layer.adapters is not None:
+        raise NotImplementedError("cutting experts that have adapters is not implemented: merge_adapters first")
     if layer.layout.mesh is not None:
         raise NotImplementedError("cutting experts out of a layer on a mesh is not implemented: cut it on one device")
     if config.num_expert_group > 1:

@@ -56,13 +56,13 @@ def save_layers(
         layers: numbers from 0 and layers. May be a generator: each is written before the next is asked for.
         source: the checkpoint folder that the layers come from, whose `config.json` is kept but for the number of
             experts and whether they are packed; or a K3Config.
-        rest: also copy every other tensor and file of `source`, so that the folder is the whole model.
+        rest: also copy every other tensor of `source`, so that the folder holds the whole model's.
         max_shard_bytes: of tensors in one file.
 
     Raises:
         FileExistsError: `folder` exists.
-        ValueError: there are no layers, they differ in their number of experts or are not what `source` describes, or
-            a tensor is larger than a shard may be.
+        ValueError: there are no layers, they differ in their number of experts or are not what `source` describes, one
+            has adapters, or a tensor is larger than a shard may be.
     """
     folder = Path(folder)
     if folder.exists():
@@ -158,6 +158,8 @@ class _Saving:
                     f"{self._config.activation}"
                 )
             return
+        if layer.adapters is not None:
+            raise ValueError(f"layer {index} has adapters: merge_adapters first, or save_adapters and load it anew")
         first = self._num_experts is None
         if first:
             self._num_experts, self._packed = layer.config.num_experts, is_packed(layer)
