@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3jax.experts import FrozenExperts, Weights, gate_and_up_rows
 from k3jax.parameters import Axes, kernel_axes
-from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout
+from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, to_kernel_layout
 from sharding import Layout, local_shape, mesh_axes, partition_spec
 
 Place = Callable[..., Weights]
@@ -73,11 +73,18 @@ def _on_mesh(
             break
     if not _everywhere(None not in parts, layout.mesh):
         return None
+    products = {part.mma for part in parts if part is not None}
+    if not _everywhere(products == {"e4m3"}, layout.mesh):  # all devices multiply alike
+        parts = [_for_bfloat16_products(part) for part in parts if part is not None]
     first = parts[0]
     assert first is not None
     by_leaf = zip(*(jax.tree.leaves(part) for part in parts), strict=True)
     leaves = [_joined(leaf, layout, of) for leaf, of in zip(by_leaf, kernel_axes(axes), strict=True)]
     return jax.tree.unflatten(jax.tree.structure(first), leaves)
+
+
+def _for_bfloat16_products(w: KernelWeights) -> KernelWeights:
+    return w if w.mma == "bf16" else to_kernel_layout(from_kernel_layout(w), recipe="w4a16", gated=w.gated)
 
 
 def _parts(w: MXFP4Array, layout: Layout, axes: Axes) -> Sequence[MXFP4Array]:

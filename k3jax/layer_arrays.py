@@ -189,14 +189,15 @@ class LayerArrays:
         if self._layout.mesh is not None or self._options.allow_inexact or not RECIPES[recipe].packed:
             return convert  # a layer over a mesh, or one to be narrowed, is laid out when it is whole
         place = functools.partial(lay_out, recipe=recipe, implementation=implementation)
+        products: set[tuple[str, ...]] = set()  # of w13 and w2, the same for all chunks
 
         def convert_and_lay_out(raw: Mapping[str, Mapping[str, Any]]) -> Ready:
             ready = convert(raw)
             w13, w2 = place(gate_and_up_rows(ready["w13"]), gated=True), place(ready["w2"], gated=False)
-            laid_out = [isinstance(w, KernelWeights) for w in (w13, w2)]
-            if any(laid_out) and not all(laid_out):
+            products.add(tuple(w.mma for w in (w13, w2) if isinstance(w, KernelWeights)))
+            if len(products) > 1 or len(*products) == 1:
                 raise _NoKernelLayout
-            return {"w13": w13, "w2": w2} if all(laid_out) else ready
+            return {"w13": w13, "w2": w2} if products != {()} else ready
 
         return convert_and_lay_out
 

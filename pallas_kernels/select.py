@@ -33,14 +33,18 @@ GPU_KERNELS: dict[str, dict[range, tuple[str, ...]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The choice for one op: what runs, and for each other implementation why it does not."""
+    """The choice for one op: what runs, for each other implementation why it does not, and how the chosen one runs.
+
+    `how` names the tuning of a kernel that has several, and where it is from; None where there is none to name.
+    """
 
     op: str
     chosen: str
     others: dict[str, str]
+    how: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.chosen} runs"]
+        lines = [f"{self.op}: {self.chosen} runs" + (f": {self.how}" if self.how else "")]
         return "\n".join(lines + [f"  {name}: {reason}" for name, reason in self.others.items()])
 
 
@@ -74,7 +78,7 @@ def explain(
     chosen = implementation or able[0]
     preferred = f"{chosen} was asked for" if implementation else f"{chosen} is faster"
     others = {name: reason or f"can run; {preferred}" for name, reason in reasons.items() if name != chosen}
-    return Explanation(op, chosen, others)
+    return Explanation(op, chosen, others, _how(op, chosen, x, w))
 
 
 def choose(op: str, implementation: str | None, *, x: Any = None, w: Any = None, activation: Any = None) -> str:
@@ -152,6 +156,14 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
     from pallas_kernels.grouped_matmul import mosaic_hopper
 
     return mosaic_hopper.why_not(x, w, activation)
+
+
+def _how(op: str, chosen: str, x: Any, w: Any) -> str | None:
+    if op != "grouped_matmul" or chosen != "mosaic" or x is None or w is None:
+        return None
+    from pallas_kernels.grouped_matmul import mosaic_hopper
+
+    return mosaic_hopper.how(x.shape[0], w)
 
 
 @functools.cache

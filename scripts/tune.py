@@ -1,16 +1,25 @@
-"""Times the Hopper kernel's tunings on a Hopper GPU, against the one that the heuristic picks.
+"""Searches the Hopper kernel's tunings on a Hopper GPU, against the one that the heuristic picks.
 
 python scripts/tune.py --op w13 --recipe w4a16 --rows 128,2048 --json tuned.json
 
-Candidates are every split of a block's rows of N over warpgroups, stage depth and set of widths that fits the shape;
-each runs on random data with the L2 flushed. The JSON is a list of objects with `op, recipe, groups, rows,
-distribution, tuning, us, us_min, us_max, heuristic, device, jax`, the fastest of a case first.
+Candidates are the splits of a block's rows of N over warpgroups, stage depths and row tiles that fit the shape. All are
+timed back to back on every distribution of the rows, the best of them then several times in turn; the winner has the
+least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k, mma, gated,
+tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case first. `--winners FILE` puts the
+fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may share a GPU:
+each times while it holds `--lock FILE`.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import datetime
+import fcntl
 import functools
 import json
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,76 +27,148 @@ import jax
 import jax.numpy as jnp
 import typer
 from rich.console import Console
-from rich.progress import track
 
 from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows
 from k3jax.bench.cases import GEMMS, Case
-from k3jax.bench.timing import Stopwatch
-from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, Tuning, choose_tuning, shared_memory
-from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, KernelWeights, to_kernel_layout
+from pallas_kernels.grouped_matmul import tuned
+from pallas_kernels.grouped_matmul.config import (
+    SHARED_MEMORY,
+    Tuning,
+    choose_tuning,
+    mean_group,
+    row_widths,
+    shared_memory,
+)
+from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, KernelWeights, Mma, to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 
-SPLITS = ((4, 1), (2, 2), (3, 1), (2, 1))  # warpgroups, units of each
+_NARROW = 40  # rows a group up to which a tile has one width, and four warpgroups may share a block
+_LIMITS = (152, 136, 120, 104, 80)  # of a row tile
+_MOST_WIDTHS = 3
 _MOST_STAGES = 10
+_FINALISTS = 3
 
 
 def candidates(case: Case) -> list[Tuning]:
     """Every tuning worth timing, the heuristic's first; each can run."""
     assert case.groups is not None
     mma, gated = RECIPES[case.recipe], case.op == "w13"
-    chosen = choose_tuning(case.rows, case.groups, case.columns, case.depth, mma, gated)
-    widths = {chosen.widths, chosen.widths[-1:], tuple(sorted({chosen.widest // 16 * 8 or 8, chosen.widest}))}
-    found = [chosen]
-    for some in sorted(widths):
-        for tuning in _splits(some, mma, gated, case.groups):
+    mean = mean_group(case.rows, case.groups)
+    found = [choose_tuning(case.rows, case.groups, case.columns, case.depth, mma, gated)]
+    for widths in _row_tiles(mean, mma):
+        for warpgroups, units, k_units in _shapes(widths[-1], mma):
+            tuning = _with_most_stages(Tuning(widths, warpgroups, units, k_units, 2), mma, gated, case.groups)
             fits = tuning.reason_against(case.columns, case.depth, mma, gated, case.groups) is None
             if fits and tuning not in found:
                 found.append(tuning)
     return found
 
 
-def _splits(widths: tuple[int, ...], mma: Any, gated: bool, groups: int) -> Iterator[Tuning]:
-    """The splits and stage depths, with as many stages as shared memory holds."""
-    for warpgroups, units in SPLITS:
-        for k_units in (1, 2, 4, 8):
-            for stages in range(_MOST_STAGES, 1, -1):
-                try:
-                    tuning = Tuning(widths, warpgroups, units, k_units, stages)
-                except ValueError:  # too many accumulators
-                    break
-                if shared_memory(tuning, mma, gated, groups) <= SHARED_MEMORY:
-                    yield tuning
-                    break
+def _row_tiles(mean: int, mma: Mma) -> list[tuple[int, ...]]:
+    """Those of a mean group in one tile or several and, for skewed groups, wider ones."""
+    found = list(dict.fromkeys(row_widths(mean, limit, mma) for limit in _LIMITS))[:_MOST_WIDTHS]
+    own = found[0][-1]
+    return found + ([(own // 16 * 8, own, _LIMITS[0])] if _NARROW < own < _LIMITS[0] else [])
 
 
-def time_case(case: Case, w: KernelWeights, stopwatch: Stopwatch) -> list[dict[str, Any]]:
-    """A record for each candidate, the fastest first."""
-    x = quantized_rows(case, make_rows(case))
-    sizes = jnp.asarray(case.group_sizes)
+def _shapes(widest: int, mma: Mma) -> Iterator[tuple[int, int, int]]:
+    """(warpgroups, units of each, units of K in a stage)"""
+    splits = ((4, 1), (2, 2), (3, 1), (2, 1), (4, 2)) if widest <= _NARROW else ((2, 2), (3, 1), (2, 1), (4, 1))
+    depths = ((2, 4) if mma == "e4m3" else (1, 2, 4, 8)) if widest <= _NARROW else (2, 1, 4)
+    return ((*split, k_units) for split in splits for k_units in depths)
+
+
+def _with_most_stages(tuning: Tuning, mma: Mma, gated: bool, groups: int) -> Tuning:
+    for stages in range(_MOST_STAGES, 2, -1):
+        deeper = dataclasses.replace(tuning, stages=stages)
+        if shared_memory(deeper, mma, gated, groups) <= SHARED_MEMORY:
+            return deeper
+    return tuning
+
+
+def time_cases(cases: list[Case], w: KernelWeights, rounds: int, jobs: int, lock: Any) -> list[dict[str, Any]]:
+    """A record for each of the best candidates and for the heuristic's, the fastest first.
+
+    The cases differ in the distribution of their rows.
+    """
+    first = cases[0]
+    x = quantized_rows(first, make_rows(first))
+    sizes = {str(case.distribution): jnp.asarray(case.group_sizes) for case in cases}
+
+    def compiled(tuning: Tuning) -> Any:
+        call = functools.partial(grouped_matmul, activation=KIMI if first.op == "w13" else None, tuning=tuning)
+        return jax.jit(call).lower(x, w, next(iter(sizes.values()))).compile()
+
+    tunings = candidates(first)
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        programs = dict(zip(tunings, pool.map(compiled, tunings), strict=True))
+    calls = {
+        tuning: {name: functools.partial(program, x, w, each) for name, each in sizes.items()}
+        for tuning, program in programs.items()
+    }
+    with lock():
+        _warm_up(calls[tunings[0]].values())
+        rough = {tuning: sum(_times(calls[tuning]).values()) for tuning in tunings}
+        best = sorted(tunings, key=lambda tuning: rough[tuning])[:_FINALISTS]
+        finalists = list(dict.fromkeys([*best, tunings[0]]))
+        turns = [{tuning: _times(calls[tuning]) for tuning in finalists} for _ in range(rounds)]
     records = []
-    tunings = candidates(case)
-    for tuning in track(tunings, f"{case.op} {case.recipe} {case.rows} rows", transient=True):
-        activation = KIMI if case.op == "w13" else None
-        call = jax.jit(functools.partial(grouped_matmul, activation=activation, tuning=tuning))
-        timing = stopwatch.measure(functools.partial(call, x, w, sizes))
-        assert timing is not None
-        records.append(
-            {
-                "op": case.op,
-                "recipe": case.recipe,
-                "groups": case.groups,
-                "rows": case.rows,
-                "distribution": case.distribution,
-                "tuning": dataclasses.asdict(tuning),
-                "us": timing.us,
-                "us_min": timing.us_min,
-                "us_max": timing.us_max,
-                "heuristic": tuning == tunings[0],
-                "device": jax.devices()[0].device_kind,
-                "jax": jax.__version__,
-            }
-        )
-    return sorted(records, key=lambda record: record["us"])
+    for tuning in finalists:
+        us = {name: statistics.median(turn[tuning][name] for turn in turns) for name in sizes}
+        records.append(_record(first, w, tuning, us, tuning == tunings[0]))
+    return sorted(records, key=lambda record: sum(record["us"].values()))
+
+
+def _warm_up(calls: Iterable[Callable[[], Any]], seconds: float = 0.3) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        jax.block_until_ready([call() for call in calls])
+
+
+def _back_to_back(call: Callable[[], Any], repeats: int = 20) -> float:
+    """Microseconds of one of many calls, started while the one before runs."""
+    jax.block_until_ready([call() for _ in range(3)])
+    start = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(repeats)][-1])
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def _times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    return {name: _back_to_back(call) for name, call in calls.items()}
+
+
+def _record(case: Case, w: KernelWeights, tuning: Tuning, us: dict[str, float], heuristic: bool) -> dict[str, Any]:
+    _, n, k = w.shape
+    return {
+        **{name: getattr(case, name) for name in ("op", "recipe", "groups", "rows")},
+        "n": n,
+        "k": k,
+        "mma": w.mma,
+        "gated": w.gated,
+        "tuning": dataclasses.asdict(tuning),
+        "us": us,
+        "heuristic": heuristic,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def write_winners(path: Path, winners: list[dict[str, Any]]) -> None:
+    """Puts winners into the file, in the place of those for the same sizes."""
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    merged = {tuned.key(record): record for record in [*known, *winners]}
+    path.write_text(json.dumps([merged[place] for place in sorted(merged)], indent=1) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _held(path: Path | None) -> Iterator[None]:
+    if path is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def tune(
@@ -95,31 +176,40 @@ def tune(
     recipe: Annotated[str, typer.Option(help="Of w4a16, w4a8 and w4a8_fp8, comma separated.")] = "w4a16,w4a8_fp8",
     rows: Annotated[str, typer.Option(help="Routed rows, comma separated.")] = "128,2048,16384,65536",
     groups: Annotated[int, typer.Option(min=1, help="Experts on the device.")] = 112,
-    distribution: Annotated[str, typer.Option(help="uniform, zipf or hot.")] = "uniform",
-    repeats: Annotated[int, typer.Option(min=3, help="Timed calls of each.")] = 10,
+    distribution: Annotated[str, typer.Option(help="Of uniform, zipf and hot, comma separated.")] = "uniform,zipf,hot",
+    rounds: Annotated[int, typer.Option(min=3, help="Times that the best are timed in turn.")] = 7,
+    jobs: Annotated[int, typer.Option(min=1, help="Tunings compiled at a time.")] = 4,
+    lock: Annotated[Path | None, typer.Option(help="File to hold while the GPU is timed.")] = None,
+    winners: Annotated[Path | None, typer.Option(help="File of winners to bring up to date.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="File to write the records to.")] = None,
 ) -> None:
-    """Time the Hopper kernel's tunings on this GPU, against the one that the heuristic picks."""
+    """Search the Hopper kernel's tunings on this GPU, against the one that the heuristic picks."""
     console = Console()
-    stopwatch = Stopwatch(repeats, "device")
     records: list[dict[str, Any]] = []
     for name in op.split(","):
         for each in recipe.split(","):
             if name not in GEMMS or each not in RECIPES:
                 raise typer.BadParameter(f"{name} {each}: ops are {', '.join(GEMMS)}, recipes {', '.join(RECIPES)}")
-            cases = [Case(name, each, int(count), groups, distribution) for count in rows.split(",")]
-            w = to_kernel_layout(make_experts(cases[0]), recipe=each, gated=name == "w13")
-            for case in cases:
-                timed = time_case(case, w, stopwatch)
+            cases = [
+                [Case(name, each, int(count), groups, part) for part in distribution.split(",")]
+                for count in rows.split(",")
+            ]
+            with _held(lock):
+                experts = make_experts(cases[0][0])
+                w = jax.block_until_ready(to_kernel_layout(experts, recipe=each, gated=name == "w13"))
+                del experts
+            for same in cases:
+                timed = time_cases(same, w, rounds, jobs, functools.partial(_held, lock))
                 records += timed
-                best = timed[0]
-                chosen = next(record for record in timed if record["heuristic"])
-                console.print(
-                    f"{name} {each} {case.rows} rows: heuristic {chosen['us']:.1f} us, best {best['us']:.1f} us with "
-                    f"{Tuning(**best['tuning'])}"
-                )
+                heuristic = next(record for record in timed if record["heuristic"])
+                for what, record in (("heuristic", heuristic), ("best", timed[0])):
+                    us = ", ".join(f"{part} {value:.1f} us" for part, value in record["us"].items())
+                    console.print(f"{name} {each} {same[0].rows} rows, {what}: {us} with {tuned.read_tuning(record)}")
                 if json_file is not None:
-                    json_file.write_text(json.dumps(records, indent=1))
+                    json_file.write_text(json.dumps(records, indent=1), encoding="utf-8")
+                if winners is not None:
+                    with _held(lock):
+                        write_winners(winners, timed[:1])
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pallas_kernels import (
     quantize_mxfp8,
 )
 from pallas_kernels import grouped_matmul as public_grouped_matmul
+from pallas_kernels.grouped_matmul import config
 from pallas_kernels.grouped_matmul.config import Tuning
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
@@ -38,6 +39,8 @@ TUNINGS = (
     Tuning((8, 16, 24, 32), 4, 1, 4, 4),
     Tuning((40, 80, 120, 152), 2, 2, 2, 3),
     Tuning((24, 256), 2, 1, 2, 2),
+    Tuning((120,), 2, 2, 4, 2),
+    Tuning((24,), 4, 2, 2, 3),
     Tuning((8, 40), 1, 2, 2, 4),
 )
 kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
@@ -101,8 +104,10 @@ def test_every_size_of_a_group(recipe: str, activation: Activation | None) -> No
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8_fp8"])
 def test_every_kind_of_tuning(recipe: str, tuning: Tuning) -> None:
-    if recipe == "w4a8_fp8":  # whose stages hold half as many products
-        tuning = dataclasses.replace(tuning, k_units=4, stages=2)
+    if recipe == "w4a8_fp8":  # whose products have twice the columns, and more sums
+        widest = config.widest(tuning.warpgroups, tuning.units, "e4m3")
+        widths = tuple(sorted({min(width, widest) for width in tuning.widths}))
+        tuning = dataclasses.replace(tuning, k_units=max(2, tuning.k_units), widths=widths)
     check(np.array(SIZES)[::-1], 512, 768, 900, recipe, KIMI, tuning)
 
 
@@ -203,6 +208,17 @@ def test_small_inputs_keep_their_relative_accuracy_through_the_activation() -> N
     x = random_rows(64, 256, 64, "w4a16")
     y = kernel(x, to_kernel_layout(w, recipe="w4a16", gated=True), jnp.asarray(sizes, jnp.int32), activation=KIMI)
     check_groups(y, x, w, sizes, KIMI, "w4a16", [0])
+
+
+@pytest.mark.parametrize("rows", [16, 600])
+def test_long_sums_of_one_sign(rows: int) -> None:
+    """K 7168, nothing negative: summed in the fp8 tensor cores alone, 8 % would be lost."""
+    w = random_weights(jax.random.key(4), 2, 512, 7168)
+    w = MXFP4Array(w.codes & 0x77, w.scales)
+    sizes = np.array([rows // 2, rows // 2])
+    x = quantize_fp8_token(jnp.abs(jax.random.normal(jax.random.key(rows), (rows, 7168), jnp.bfloat16)))
+    y = kernel(x, to_kernel_layout(w, recipe="w4a8_fp8", gated=False), jnp.asarray(sizes, jnp.int32), activation=None)
+    check_groups(y, x, w, sizes, None, "w4a8_fp8", [0, 1])
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8_fp8"])

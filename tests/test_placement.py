@@ -29,19 +29,32 @@ def with_wide_exponents(w: MXFP4Array) -> MXFP4Array:
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("recipe", PACKED)
-def test_every_recipe_multiplies_exactly_and_nothing_is_lost(recipe: str) -> None:
-    """e4m3 products would put a layer at the real widths beyond its tolerance: they are never chosen unasked."""
+@pytest.mark.parametrize(("recipe", "mma"), [("w4a16", "bf16"), ("w4a8", "bf16"), ("w4a8_fp8", "e4m3")])
+def test_each_recipe_has_its_products_and_nothing_is_lost(recipe: str, mma: str) -> None:
     w = experts()
     laid_out = lay_out(w, recipe=recipe, gated=True)
     assert isinstance(laid_out, KernelWeights)
-    assert (laid_out.mma, laid_out.gated) == ("bf16", True)
+    assert (laid_out.mma, laid_out.gated) == (mma, True)
     back = from_kernel_layout(laid_out)
     assert_same_bits(back.codes, w.codes)
     assert_same_bits(back.scales, w.scales)
     assert explain("grouped_matmul", w=laid_out).chosen == "mosaic"
     with pytest.raises(NotImplementedError, match="laid out for a GPU's kernels"):
         explain("grouped_matmul", w=laid_out, implementation="xla")
+
+
+@pytest.mark.usefixtures("hopper")
+def test_weights_beyond_e4m3_products_are_multiplied_as_bfloat16(caplog: pytest.LogCaptureFixture) -> None:
+    """An expert over 13 scale bytes, and a K of 64 columns more than e4m3 products can cut."""
+    w = experts()
+    for beyond, reason in ((MXFP4Array(w.codes, w.scales.at[2, 0, 0].set(111)), "expert 2"), (experts(k=192), "K=192")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="pallas_kernels"):
+            laid_out = lay_out(beyond, recipe="w4a8_fp8", gated=False, implementation="mosaic")
+        assert isinstance(laid_out, KernelWeights)
+        assert laid_out.mma == "bf16"
+        assert reason in caplog.text
+        assert_same_bits(from_kernel_layout(laid_out).scales, beyond.scales)
 
 
 @pytest.mark.usefixtures("hopper")

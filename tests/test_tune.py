@@ -1,21 +1,38 @@
-"""The search over the Hopper kernel's tunings: what it would time can run, and the heuristic's choice is among it."""
+"""The search over the Hopper kernel's tunings, what it found, and what `explain` says of it."""
 
+import dataclasses
+import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
+from annotations import unchecked_annotations
 
+from k3jax.bench.calls import KIMI
 from k3jax.bench.cases import Case
+from pallas_kernels import KernelWeights, TokenScaledArray, explain, select
+from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import Tuning, choose_tuning
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "tune.py"
 
 
+WINNERS = json.loads(tuned.WINNERS.read_text(encoding="utf-8"))
+
+
 @pytest.fixture(scope="module")
-def candidates() -> Callable[[Case], list[Tuning]]:
-    found: Callable[[Case], list[Tuning]] = runpy.run_path(str(SCRIPT))["candidates"]
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+@pytest.fixture(scope="module")
+def candidates(script: dict[str, Any]) -> Callable[[Case], list[Tuning]]:
+    found: Callable[[Case], list[Tuning]] = script["candidates"]
     return found
 
 
@@ -32,3 +49,50 @@ def test_every_candidate_can_run_and_the_heuristic_s_comes_first(
     assert len(found) == len(set(found)) >= 5
     for tuning in found:
         assert tuning.reason_against(case.columns, case.depth, mma, gated, 112) is None
+
+
+def test_there_are_winners_for_the_model_s_sizes() -> None:
+    found = {(record["op"], record["mma"], record["rows"]) for record in WINNERS}
+    assert found >= {(op, mma, rows) for op in ("w13", "w2") for mma in ("bf16", "e4m3") for rows in (128, 2048, 16384)}
+    assert len({tuned.key(record) for record in WINNERS}) == len(WINNERS)
+
+
+@pytest.mark.parametrize("record", WINNERS, ids=lambda record: "{op} {mma} {rows}".format(**record))
+def test_a_winner_runs_wherever_its_sizes_recur_and_says_where_it_was_measured(record: dict[str, Any]) -> None:
+    shape = record["n"], record["k"], record["mma"], record["gated"]
+    for groups in (112, 896):
+        chosen = tuned.choose(record["rows"] * groups // 112, groups, *shape)
+        fewer_stages = dataclasses.replace(tuned.read_tuning(record), stages=chosen.tuning.stages)
+        assert chosen == (fewer_stages, "measured on NVIDIA H200, jax 0.11.2, 2026-11-30")
+        assert record["tuning"]["stages"] - 1 <= chosen.tuning.stages <= record["tuning"]["stages"]
+        assert chosen.tuning.reason_against(*shape, groups) is None
+
+
+def test_what_was_not_measured_is_the_heuristic_s() -> None:
+    chosen = tuned.choose(3000, 112, 6144, 3584, "bf16", True)
+    assert chosen.tuning == choose_tuning(3000, 112, 6144, 3584, "bf16", True)
+    assert "heuristic" in chosen.source
+
+
+def test_explain_says_with_which_tuning_and_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+    words: Any = jax.ShapeDtypeStruct((112, 96, 56 * 17, 32), jnp.uint32)
+    exponents: Any = jax.ShapeDtypeStruct((112,), jnp.int32)
+    for rows, source in ((2048, "measured on NVIDIA H200"), (3000, "by the heuristic")):
+        values: Any = jax.ShapeDtypeStruct((rows, 3584), jnp.float8_e4m3fn)
+        scales: Any = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
+        with unchecked_annotations():
+            x, w = TokenScaledArray(values, scales), KernelWeights(words, exponents, "e4m3", True)
+            explanation = explain("grouped_matmul", x=x, w=w, activation=KIMI)
+        assert explanation.how is not None
+        assert explanation.how.startswith("e4m3 products, Tuning(")
+        assert source in explanation.how
+        assert str(explanation).startswith(f"grouped_matmul: mosaic runs: {explanation.how}\n")
+
+
+def test_winners_replace_those_for_the_same_sizes(script: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "winners.json"
+    script["write_winners"](file, WINNERS[:3])
+    faster = WINNERS[1] | {"us": {"uniform": 1.0}}
+    script["write_winners"](file, [faster])
+    assert json.loads(file.read_text(encoding="utf-8")) == [WINNERS[0], faster, WINNERS[2]]

@@ -70,7 +70,8 @@ def restore_layers(
             raise ValueError(f"{folder} keeps its experts in {of_layer['experts']}, for another recipe than {recipe!r}")
         layout = moe_layout(config, recipe, mesh, tokens, options)
         weights = read_weights(folder, of_layer, layout, AXES)
-        if of_layer["experts"] == "mosaic" and not _kernel_runs(mesh, implementation):
+        other_products = recipe == "w4a8_fp8" or not _kernel_runs(mesh, implementation)
+        if of_layer["experts"] == "mosaic" and other_products:
             weights = {**weights, **_taken_apart(weights)}
         results.append(
             MoE(

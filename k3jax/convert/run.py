@@ -212,12 +212,13 @@ def _laid_out(weights: Weights, request: Request) -> Weights:
         return {"w13": w13, "w2": w2}
     rows = gate_and_up_rows(w13)
     assert isinstance(rows, MXFP4Array)
-    if request.implementation == "mosaic":  # with the products that every recipe has there
+    # With the products that every recipe has there: what restores a layer for others lays it out again.
+    if request.implementation == "mosaic":
         return {
             "w13": to_kernel_layout(rows, recipe="w4a16", gated=True),
             "w2": to_kernel_layout(w2, recipe="w4a16", gated=False),
         }
-    laid_out = lay_out(rows, recipe=request.recipe, gated=True), lay_out(w2, recipe=request.recipe, gated=False)
+    laid_out = lay_out(rows, recipe="w4a16", gated=True), lay_out(w2, recipe="w4a16", gated=False)
     if any(isinstance(w, MXFP4Array) for w in laid_out):
         return {"w13": w13, "w2": w2}
     return {"w13": laid_out[0], "w2": laid_out[1]}

@@ -9,12 +9,11 @@ SHARED_MEMORY = 232_448  # bytes a block can have on Hopper
 EPILOGUE_TOKENS = 32  # rows that a warpgroup turns round in shared memory at a time
 LINE_BYTES = 128  # the swizzle's width: columns of x per copy
 REGISTERS = {1: (240, 24), 2: (232, 40), 3: (160, 32), 4: (112, 32)}  # consumers' and producer's, by consumers
-_WIDEST = {
-    1: 304,
-    2: 304,
-    3: 160,
-    4: 80,
-}  # widths of a warpgroup's units together: what its accumulators leave room for
+_SUMS = {  # registers that a consumer has for float32 sums, by consumers; more for e4m3, whose operands need fewer
+    "bf16": {1: 152, 2: 152, 3: 80, 4: 40},
+    "e4m3": {1: 192, 2: 192, 3: 112, 4: 64},
+}
+_MOST_COLUMNS = 256  # of e4m3 products in one sum of the tensor cores: `hopper.products` has the errors
 _WIDEST_PRODUCT = 256  # wgmma's own limit
 
 
@@ -47,8 +46,8 @@ class Tuning:
             raise ValueError(f"warpgroups={self.warpgroups} is not one of {', '.join(map(str, REGISTERS))}")
         if min(self.units, self.k_units) < 1 or self.stages < 2:
             raise ValueError(f"{self} needs at least one unit and two stages")
-        if self.widest > widest(self.warpgroups, self.units):
-            raise ValueError(f"{self} needs more accumulators than its warpgroups have registers for")
+        if self.widest > _WIDEST_PRODUCT:
+            raise ValueError(f"{self} has tiles of more than {_WIDEST_PRODUCT} rows, wgmma's limit")
 
     @property
     def widest(self) -> int:
@@ -59,24 +58,35 @@ class Tuning:
         """Units of 64 rows of N in a block's tile."""
         return self.warpgroups * self.units
 
+    def sums_fit(self, mma: Mma, partial: int = 1) -> bool:
+        """Whether a thread's float32 sums fit its registers: of every unit and, for e4m3, `partial` more of one."""
+        sums = self.units + (partial if mma == "e4m3" else 0)
+        return self.widest // 2 * sums <= _SUMS[mma][self.warpgroups]
+
     def reason_against(self, n: int, k: int, mma: Mma, gated: bool, groups: int) -> str | None:
         """Why weights `[groups, n, k]` cannot run with this tuning; None if they can."""
         if n % (UNIT_ROWS * self.row_units):
             return f"N={n} is not a multiple of {UNIT_ROWS * self.row_units}"
         if k % (UNIT_COLUMNS * self.k_units):
             return f"K={k} is not a multiple of {UNIT_COLUMNS * self.k_units}"
-        if self.k_units * 64 * element_bytes(mma) % LINE_BYTES:
-            return f"a stage of {self.k_units * 64} columns is no multiple of {LINE_BYTES} bytes"
-        if self.units * subtiles(self.k_units, mma) < 2:
+        columns = self.k_units * UNIT_COLUMNS
+        if columns * element_bytes(mma) % LINE_BYTES:
+            return f"a stage of {columns} columns is no multiple of {LINE_BYTES} bytes"
+        if mma == "bf16" and self.units * subtiles(self.k_units, mma) < 2:
             # The operand registers of a product still running would be written again.
             return f"a stage of {self.units * subtiles(self.k_units, mma)} products is too short for the pipeline"
+        if mma == "e4m3" and columns > _MOST_COLUMNS:
+            return f"a stage of {columns} columns is longer than e4m3 products are summed up in the tensor cores"
+        if not self.sums_fit(mma):
+            return f"{self.units} x {self.widest} sums are more than its warpgroups have registers for"
         needed = shared_memory(self, mma, gated, groups)
         return None if needed <= SHARED_MEMORY else f"{needed} bytes of shared memory exceed {SHARED_MEMORY}"
 
 
-def widest(warpgroups: int, units: int) -> int:
-    """The widest row tile whose accumulators fit."""
-    return min(_WIDEST_PRODUCT, _WIDEST[warpgroups] // units // ROW_STEP * ROW_STEP)
+def widest(warpgroups: int, units: int, mma: Mma) -> int:
+    """The widest row tile whose sums fit."""
+    sums = units + (mma == "e4m3")
+    return min(_WIDEST_PRODUCT, _SUMS[mma][warpgroups] // (ROW_STEP // 2 * sums) * ROW_STEP)
 
 
 def element_bytes(mma: Mma) -> int:
@@ -118,17 +128,18 @@ def choose_tuning(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool)
     """A good tuning for `rows` rows over `groups` experts `[n, k]`, from the shapes alone.
 
     Few rows a group: the weights' bytes and their decoding are the limit, and four warpgroups hide its latency. Many:
-    the tensor cores are, and two warpgroups with 128 rows of N each read x half as often.
+    the tensor cores are, and two warpgroups with 128 rows of N each read x half as often. Of e4m3 products, whose
+    partial sums need registers too, a tile can have 120 rows so, and 152 where a warpgroup has 64 rows of N.
 
     Raises:
         NotImplementedError: no tuning fits the shape.
     """
-    mean = -(-rows // max(groups, 1))
-    first = ((4, 1),) if mean <= _DECODE_BOUND[mma] else ()
-    for warpgroups, units in (*first, (2, 2), (2, 1), (1, 1)):
-        widths = _widths(mean, min(_WIDEST_TILE, widest(warpgroups, units)))
+    mean = mean_group(rows, groups)
+    for warpgroups, units in _splits(mean, mma):
+        limit = min(_WIDEST_TILE[mma, units], widest(warpgroups, units, mma))
+        widths = row_widths(mean, limit, mma)
         for least_stages in (3, 2):
-            for k_units in (4, 2, 1, 3) if warpgroups == 4 else (2, 4, 1, 3):
+            for k_units in (4, 2, 1, 3) if warpgroups == 4 or mma == "e4m3" else (2, 4, 1, 3):
                 tuning = _fill_memory(widths, warpgroups, units, k_units, mma, gated, groups)
                 if tuning is None or tuning.stages < least_stages:
                     continue
@@ -137,16 +148,43 @@ def choose_tuning(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool)
     raise NotImplementedError(f"no tuning fits weights of N={n} and K={k}: N must be a multiple of 64, K of 128")
 
 
-_DECODE_BOUND = {"bf16": 80, "e4m3": 40}  # mean rows a group up to which four warpgroups were the faster on an H200
+# What was the faster on an H200.
+_DECODE_BOUND = {"bf16": 80, "e4m3": 40}  # mean rows a group up to which four warpgroups share a block
 _FEW_ROWS = 40  # up to here a branch on the width costs more than a tile too wide
 _MOST_STAGES = 8
-_WIDEST_TILE = 152
+_WIDEST_TILE = {("bf16", 1): 152, ("bf16", 2): 152, ("e4m3", 1): 152, ("e4m3", 2): 120}  # by units
 
 
-def _widths(mean: int, limit: int) -> tuple[int, ...]:
-    """The width of a mean group's tiles and, where tiles are large, every second narrower one for smaller groups."""
+def _splits(mean: int, mma: Mma) -> tuple[tuple[int, int], ...]:
+    """(warpgroups, units of each), the best first."""
+    if mean <= _DECODE_BOUND[mma]:
+        return (4, 1), (2, 2), (2, 1), (1, 1)
+    one_tile_of_one_unit = _WIDEST_TILE[mma, 2] < mean <= _WIDEST_TILE[mma, 1]
+    return ((2, 1), (2, 2), (1, 1)) if one_tile_of_one_unit else ((2, 2), (2, 1), (1, 1))
+
+
+def row_widths(mean: int, limit: int, mma: Mma) -> tuple[int, ...]:
+    """The width of a mean group's tiles and, where tiles are large, narrower ones for smaller groups.
+
+    For bfloat16 products every second one. A branch costs e4m3 products more: one of half the width, if a group is one
+    tile.
+    """
     own = _round_up(-(-mean // max(1, -(-mean // limit))))
-    return (own,) if own <= _FEW_ROWS else tuple(range(16 + own % 16, own + 1, 16))
+    if own <= _FEW_ROWS:
+        return (own,)
+    if mma == "bf16":
+        return tuple(range(16 + own % 16, own + 1, 16))
+    return (_round_up(own // 2), own) if _WIDEST_TILE["e4m3", 2] < mean <= limit else (own,)
+
+
+def mean_group(rows: int, groups: int) -> int:
+    """Rows of a group where they are spread evenly, rounded up."""
+    return -(-rows // max(groups, 1))
+
+
+def mean_width(rows: int, groups: int) -> int:
+    """The width that holds a mean group in one tile, were there one so wide."""
+    return _round_up(mean_group(rows, groups))
 
 
 def _round_up(rows: int) -> int:

@@ -27,8 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.e8m0 import BLOCK
-from pallas_kernels.grouped_matmul import schedule
-from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning, choose_tuning
+from pallas_kernels.grouped_matmul import schedule, tuned
+from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning
+from pallas_kernels.grouped_matmul.hopper import products
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
@@ -53,6 +54,8 @@ class Steps(Protocol):
     def await_full(self, ring: Ring) -> None: ...
     def release(self, slot: Any, condition: Any) -> None: ...
     def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any: ...
+    def zeros(self, width: int) -> Any: ...
+    def add(self, total: Any, partial: Any) -> Any: ...
     def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None: ...
 
 
@@ -76,7 +79,7 @@ def grouped_matmul(
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
         out_format: "bf16", "f32" (not rounded), or "mxfp8": the bits of `quantize_mxfp8` of the bfloat16 result.
-        tuning: None for `choose_tuning`'s.
+        tuning: None for the one that `tuned.choose` gives.
         multiprocessors: blocks to start; None for the device's number.
         interpret: `plgpu.InterpretGPUParams(...)` to run on a CPU.
 
@@ -115,10 +118,16 @@ def why_not(
         return f"x is {x.dtype}; bfloat16 is needed"
     groups, n, k = w.shape
     try:
-        used = tuning or choose_tuning(x.shape[0], groups, n, k, w.mma, w.gated)
+        used = tuning or tuned.choose(x.shape[0], groups, n, k, w.mma, w.gated).tuning
     except NotImplementedError as error:
         return str(error)
     return used.reason_against(n, k, w.mma, w.gated, groups)
+
+
+def how(rows: int, w: KernelWeights) -> str:
+    """With which tuning these weights are multiplied, and where it is from."""
+    chosen = tuned.choose(rows, *w.shape, w.mma, w.gated)
+    return f"{w.mma} products, {chosen.tuning}, {chosen.source}"
 
 
 def _rows(
@@ -134,7 +143,7 @@ def _geometry(
     rows: int, w: KernelWeights, activation: Activation | None, out_format: WrittenFormat, tuning: Tuning | None
 ) -> Geometry:
     groups, n, k = w.shape
-    used = tuning or choose_tuning(rows, groups, n, k, w.mma, w.gated)
+    used = tuning or tuned.choose(rows, groups, n, k, w.mma, w.gated).tuning
     return Geometry(rows, groups, n, k, w.mma, activation, out_format, used)
 
 
@@ -212,49 +221,8 @@ def _produce(shape: Geometry, steps: Steps, blocks: int) -> None:
 def _consume(shape: Geometry, steps: Steps, blocks: int, warpgroup: Any) -> None:
     plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][0], action="increase")
     constants = steps.constants()
-    tuning = shape.tuning
 
     def run(tile: Tile) -> None:
-        def accumulate(*accumulators: Any) -> None:
-            _multiply(shape, steps, warpgroup, tile, accumulators, constants)
-            steps.store(warpgroup, tile, [accumulator[...] for accumulator in accumulators])
-
-        pl.run_scoped(accumulate, *(plgpu.ACC((64, tuning.widest), jnp.float32) for _ in range(tuning.units)))
+        products.multiply(shape, steps, warpgroup, tile, constants)
 
     _for_each_tile(shape, steps, blocks, run)
-
-
-def _multiply(
-    shape: Geometry, steps: Steps, warpgroup: Any, tile: Tile, accumulators: tuple[Any, ...], constants: Any
-) -> None:
-    """The main loop: a unit is decoded while the product of the unit before runs."""
-    tuning = shape.tuning
-    units = [(subtile, unit) for subtile in range(shape.subtiles) for unit in range(tuning.units)]
-    chosen = schedule.narrowest(tile.rows, tuning.widths)
-
-    def product(width: int, operand: Any, subtile: int, unit: int, first_row: Any) -> None:
-        rows = steps.x_smem.at[subtile, pl.ds(first_row.astype(jnp.uint32), width)]
-        whole = width == tuning.widest
-        target = accumulators[unit] if whole else accumulators[unit].at[:, pl.ds(0, width)]
-        plgpu.wgmma(target, operand, rows.transpose((1, 0)))
-
-    def step(i: Any, carry: tuple[Ring, Any, Any]) -> tuple[Ring, Any, Any]:
-        ring, before, tiles = carry
-        steps.await_full(ring)
-        for index, (subtile, unit) in enumerate(units):
-            operand = steps.operand(ring, warpgroup, unit, subtile, index, constants)
-            # A multiple of 8 times 8: the slot's offset is carried, because a 64-bit product would leave the uniform
-            # registers, and the descriptors with it.
-            branches = [functools.partial(product, width, operand, subtile, unit, tiles * 8) for width in tuning.widths]
-            branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
-            plgpu.wgmma_wait(1)
-            if index == 0:
-                steps.release(before, i > 0)
-        following = shape.next(ring)
-        return following, ring.slot, jnp.where(following.slot == 0, 0, tiles + tuning.widest // 8)
-
-    ring = shape.ring_at(tile)
-    carry = ring, jnp.int32(0), ring.slot * (tuning.widest // 8)
-    _, last, _ = lax.fori_loop(0, shape.k_steps, step, carry)
-    plgpu.wgmma_wait(0)
-    steps.release(last, True)

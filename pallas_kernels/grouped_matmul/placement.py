@@ -14,10 +14,9 @@ from pallas_kernels.triton_call import capability
 
 _log = logging.getLogger("pallas_kernels")
 
-# Hopper's fp8 tensor cores add up in fewer bits than float32. Over K = 3584 a product is off by 2.5e-3, and at the real
-# widths the experts' sum by 9.6e-3, since rounding the hidden rows to e4m3 amplifies it: beyond the recipe's 6e-3. So
-# rows in e4m3 are multiplied as bfloat16, exactly. to_kernel_layout(recipe="w4a8_fp8") gives e4m3 products if wanted.
-_PRODUCTS = {"w4a16": "w4a16", "w4a8": "w4a8", "w4a8_fp8": "w4a16"}
+# Layouts by recipe, the fastest first: weights whose exponents span more than e4m3 products hold exactly, or whose K
+# they cannot cut, are multiplied as bfloat16, which is exact for rows in e4m3 too.
+_LAYOUTS = {"w4a16": ("w4a16",), "w4a8": ("w4a8",), "w4a8_fp8": ("w4a8_fp8", "w4a16")}
 
 
 def lay_out(
@@ -50,14 +49,17 @@ def lay_out(
     if reason is None:
         assert isinstance(w, MXFP4Array)
         # triton multiplies as bfloat16 whatever the rows.
-        products = _PRODUCTS[recipe] if kernels == "mosaic" else "w4a16"
-        try:
-            if kernels == "mosaic":
-                _require_tunings(w, products, gated)
-            return to_kernel_layout(_narrowed(w, products) if allow_inexact else w, recipe=products, gated=gated)
-        except NotImplementedError as error:
-            reason = str(error)
-            _log.info("grouped_matmul cannot re-lay %s weights %s out for %s: %s", recipe, w.shape, kernels, reason)
+        layouts = _LAYOUTS[recipe] if kernels == "mosaic" else ("w4a16",)
+        for layout in layouts:
+            try:
+                if kernels == "mosaic":
+                    _require_tunings(w, layout, gated)
+                narrowed = _narrowed(w, layout) if allow_inexact and layout == layouts[-1] else w
+                return to_kernel_layout(narrowed, recipe=layout, gated=gated)
+            except NotImplementedError as error:
+                reason = str(error)
+                what = f"{RECIPES[layout]} products of {recipe}"
+                _log.info("grouped_matmul cannot re-lay weights %s out for %s's %s: %s", w.shape, kernels, what, reason)
     if implementation == "mosaic":
         raise NotImplementedError(f"grouped_matmul cannot run on implementation 'mosaic': {reason}")
     return w

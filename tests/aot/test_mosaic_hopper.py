@@ -12,7 +12,8 @@ from annotations import unchecked_annotations
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
-from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, choose_tuning
+from pallas_kernels.grouped_matmul import tuned
+from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
 from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
@@ -89,7 +90,7 @@ def test_the_program_is_the_one_we_think_it_is(
 
     assert ".target sm_90a" in ptx
     n, k = SHAPES[case.shape]
-    tuning = choose_tuning(case.rows, GROUPS, n, k, case.mma, case.activation is not None)
+    tuning = tuned.choose(case.rows, GROUPS, n, k, case.mma, case.activation is not None).tuning
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(\S+)", ptx))
     assert products == {(str(width), PRODUCT[case.mma]) for width in tuning.widths}
     assert "cp.async.bulk" in ptx

@@ -71,6 +71,15 @@ class Geometry:
         return subtiles(self.tuning.k_units, self.mma)
 
     @property
+    def partial_sums(self) -> int:
+        """Partial sums of a unit in a stage of e4m3 products: one for each 128 columns, or one if they do not fit.
+
+        Where the width is branched on they would not: the assembler keeps copies of them.
+        """
+        fit = len(self.tuning.widths) == 1 and self.tuning.sums_fit(self.mma, partial=self.subtiles)
+        return self.subtiles if fit else 1
+
+    @property
     def x_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.bfloat16 if self.mma == "bf16" else jnp.float8_e4m3fn)
 

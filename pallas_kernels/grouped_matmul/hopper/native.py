@@ -171,6 +171,22 @@ class NativeSteps:
         offset = first * (tuning.k_units * UNIT_BYTES) + k_unit * UNIT_BYTES
         return decode.decode(self.w_smem, offset, constants, shape.mma)
 
+    def zeros(self, width: int) -> Any:
+        return plgpu.layout_cast(jnp.zeros((64, width), jnp.float32), plgpu.Layout.WGMMA)
+
+    def add(self, total: Any, partial: Any) -> Any:
+        """`total + partial`, where it is written: nothing else ties these additions to the wait for the products."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA,) * 2,
+            return_type=plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+        )
+        def emit(ctx: Any, total: Any, partial: Any) -> Any:
+            del ctx
+            return total + mgpu.fragmented_array.optimization_barrier(partial)
+
+        return emit(total, partial)
+
     def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
         shape = self.shape
         spec = epilogue.Store(shape.tuning.widest, shape.activation, shape.out_columns, shape.out_format)

@@ -128,6 +128,12 @@ class PlainSteps:
         plgpu.commit_smem()
         return target
 
+    def zeros(self, width: int) -> Any:
+        return jnp.zeros((64, width), jnp.float32)
+
+    def add(self, total: Any, partial: Any) -> Any:
+        return total + partial
+
     def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
         shape = self.shape
         factor = jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])

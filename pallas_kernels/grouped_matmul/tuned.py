@@ -1,0 +1,54 @@
+"""Which tuning a call of the Hopper kernel gets: one that a search measured, where there is one, else the heuristic's.
+
+`tunings.json` holds the winners of `scripts/tune.py`, each with the GPU, the version of JAX and the day. One holds for
+weights of its N and K and for every number of groups with its mean of rows a group, in steps of 8.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pallas_kernels.grouped_matmul.config import Tuning, choose_tuning, mean_width
+from pallas_kernels.grouped_matmul.kernel_layout import Mma
+
+WINNERS = Path(__file__).with_name("tunings.json")
+
+
+class Choice(NamedTuple):
+    """A tuning and where it is from."""
+
+    tuning: Tuning
+    source: str
+
+
+def choose(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool) -> Choice:
+    """The tuning for `rows` rows over `groups` experts `[n, k]`.
+
+    Raises:
+        NotImplementedError: no tuning fits the shape.
+    """
+    winner = _winners().get((n, k, mma, gated, mean_width(rows, groups)))
+    if winner is not None:
+        tuning = read_tuning(winner)
+        for stages in range(tuning.stages, 1, -1):  # more groups need longer tables in shared memory
+            shorter = dataclasses.replace(tuning, stages=stages)
+            if shorter.reason_against(n, k, mma, gated, groups) is None:
+                return Choice(shorter, "measured on {device}, jax {jax}, {date}".format(**winner))
+    return Choice(choose_tuning(rows, groups, n, k, mma, gated), "by the heuristic: none was measured for these sizes")
+
+
+def key(record: dict[str, Any]) -> tuple[int, int, Mma, bool, int]:
+    """What a record of the search is a winner for: (N, K, operands, whether gated, mean rows a group in steps of 8)."""
+    mean = mean_width(record["rows"], record["groups"])
+    return record["n"], record["k"], record["mma"], record["gated"], mean
+
+
+def read_tuning(record: dict[str, Any]) -> Tuning:
+    return Tuning(**record["tuning"] | {"widths": tuple(record["tuning"]["widths"])})
+
+
+@functools.cache
+def _winners() -> dict[tuple[int, int, Mma, bool, int], dict[str, Any]]:
+    return {key(record): record for record in json.loads(WINNERS.read_text(encoding="utf-8"))}
