@@ -133,6 +133,27 @@ def test_experts_of_which_some_do_not_fit_the_kernel_stay_as_they_are(
     np.testing.assert_array_equal(streamed.w2.get_value().codes, expected.w2.get_value().codes)  # type: ignore[union-attr]
 
 
+def test_chunks_of_experts_multiply_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expert 5 spans 13 scale bytes: one too many for e4m3 products, which the chunks without it could have."""
+    folder = tiny_checkpoint(tmp_path, **SIZES | {"latent_size": 128, "expert_width": 128})
+
+    def widen(tensors: Stored) -> None:
+        name = "language_model.model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
+        scales = tensors[name][1].copy()
+        scales.flat[0] = scales.max() - 12
+        tensors[name] = ("U8", scales)
+
+    rewrite(folder, widen)
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
+    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    streamed = load_layer(folder, 1, recipe="w4a8_fp8", options=A_FEW)
+    assert isinstance(streamed, MoE)
+    w13, w2 = streamed.w13.get_value(), streamed.w2.get_value()
+    assert isinstance(w13, KernelWeights)
+    assert isinstance(w2, KernelWeights)
+    assert (w13.mma, w2.mma) == ("e4m3", "bf16")
+
+
 def test_the_host_s_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What NumPy allocates while experts go through buffers: eight chunks, however many there are."""
     monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)

@@ -14,7 +14,7 @@ from annotations import unchecked_annotations
 
 from k3jax.bench.calls import KIMI
 from k3jax.bench.cases import Case
-from pallas_kernels import KernelWeights, TokenScaledArray, explain, select
+from pallas_kernels import KernelWeights, TokenScaledArray, explain
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import Tuning, choose_tuning
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES
@@ -74,8 +74,8 @@ def test_what_was_not_measured_is_the_heuristic_s() -> None:
     assert "heuristic" in chosen.source
 
 
-def test_explain_says_with_which_tuning_and_where_it_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "why_not_hopper", lambda: None)
+@pytest.mark.usefixtures("hopper")
+def test_explain_says_with_which_tuning_and_where_it_is_from() -> None:
     words: Any = jax.ShapeDtypeStruct((112, 96, 56 * 17, 32), jnp.uint32)
     exponents: Any = jax.ShapeDtypeStruct((112,), jnp.int32)
     for rows, source in ((2048, "measured on NVIDIA H200"), (3000, "by the heuristic")):
