@@ -33,8 +33,6 @@ from sharding import Ranks
 
 Weights = Array | MXFP4Array | KernelWeights
 
-_ONE_DEVICE = Ranks()
-
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
@@ -88,21 +86,16 @@ def routed_experts(
     routing: Routing,
     w13: Weights,
     w2: Weights,
-    *,
-    activation: Activation,
-    recipe: str,
-    implementation: str | None = None,
-    ranks: Ranks = _ONE_DEVICE,
+    how: HowToMultiply,
     mlp: Mlp | None = None,
 ) -> Float[Array, "t l"]:
     """`sum_k weights[:, k] * expert[ids[:, k]](latent)`: `[T, L] -> [T, L]` float32, before it is rounded.
 
-    For `w13 [E, 2F, L]` and `w2 [E, L, F]`; where `ranks` split F it is this rank's part of the sum. A slot with id -1
+    For `w13 [E, 2F, L]` and `w2 [E, L, F]`; where ranks split F it is this rank's part of the sum. A slot with id -1
     contributes nothing; an id that a token names twice counts twice. No row is ever dropped. `mlp` is what is computed
     of each row, `expert_mlp` by default.
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
-    how = HowToMultiply(activation, recipe, implementation, ranks)
     rows_SL = (mlp or expert_mlp)(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
     return combine(rows_SL, schedule, routing.weights)
 

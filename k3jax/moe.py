@@ -17,7 +17,8 @@ from jaxtyping import Array, BFloat16, Bool, Float
 
 from k3jax.adapters import ExpertAdapters
 from k3jax.config import K3Config
-from k3jax.experts import RECIPES, FrozenExperts, Weights, gate_and_up_rows, routed_experts
+from k3jax.exchange import exchange
+from k3jax.experts import RECIPES, FrozenExperts, HowToMultiply, Weights, gate_and_up_rows
 from k3jax.kernel_placement import lay_out_experts
 from k3jax.linear import linear, rms_norm, weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
@@ -192,24 +193,15 @@ class MoE(nnx.Module):
 
     def _experts(self, latent_TL: Array, routing: Routing) -> Array:
         """The routed experts' sums in float32 for this rank's tokens; with replicated tokens its part of them."""
-        most = self.max_tokens and max(self.max_tokens // self.layout.ranks.meeting, 1)
-        return in_chunks(self._experts_at_once, most, latent_TL, *routing)
-
-    def _experts_at_once(self, latent_TL: Array, ids: Array, weights: Array) -> Array:
         ranks, w13, w2 = self.layout.ranks, gate_and_up_rows(self.w13.get_value()), self.w2.get_value()
-        arrived = ranks.dispatch(latent_TL, ids, weights, w13.shape[0])
-        sums = routed_experts(
-            arrived.rows,
-            Routing(arrived.ids, arrived.weights),
-            w13,
-            w2,
-            activation=self.config.activation,
-            recipe=self.recipe,
-            implementation=self.implementation,
-            ranks=ranks,
-            mlp=None if self.adapters is None else self.adapters.expert_mlp(),
-        )
-        return ranks.combine(sums, arrived)
+        how = HowToMultiply(self.config.activation, self.recipe, self.implementation, ranks)
+        mlp = None if self.adapters is None else self.adapters.expert_mlp()
+        most = self.max_tokens and max(self.max_tokens // ranks.meeting, 1)
+
+        def one_chunk(latent_TL: Array, ids: Array, weights: Array) -> Array:
+            return exchange(latent_TL, Routing(ids, weights), w13, w2, how, mlp)
+
+        return in_chunks(one_chunk, most, latent_TL, *routing)
 
 
 def _param(arrays: MoEArrays, name: str) -> nnx.Variable | None:

@@ -23,7 +23,8 @@ class LoadOptions:
         split_shared: with sharded tokens, split shared experts and dense layers over the ranks, which then gather
             tokens and scatter sums, instead of a whole copy on each.
         max_tokens: how many tokens a rank's experts take at a time; larger batches are worked on in chunks. None is all
-            at once. No token is ever dropped, so buffers have room for all of them to pick experts of one rank.
+            at once. No token is ever dropped, so buffers have room for all of them to pick experts of one rank:
+            at the release's sizes the default takes up to 2.9 GB (`k3jax.inspection.dispatch_memory`).
         transport: with sharded tokens, how rows travel: "all_gather", "per_rank", or None to have it chosen.
         gpus_per_node: GPUs that reach each other at full speed. A dense layer with replicated tokens is split over no
             more ranks than this, and `choose_transport` asks for it.

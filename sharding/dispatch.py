@@ -46,6 +46,15 @@ class Ranks:
         return 1
 
     @property
+    def encodes(self) -> bool:
+        """Whether rows are encoded on the wire, so that `dispatch` has no gradient."""
+        return False
+
+    def unencoded(self) -> "Ranks":
+        """The same ranks, with rows in bfloat16 on the wire."""
+        return self
+
+    @property
     def splits_width(self) -> bool:
         """Whether each rank has only a part of its experts' width F, so that their outputs are parts of sums."""
         return False
@@ -136,6 +145,13 @@ class ShardedTokens(Ranks):
     @property
     def meeting(self) -> int:
         return self.transport.ranks if self.transport else 1
+
+    @property
+    def encodes(self) -> bool:
+        return self.encode is not None and self.transport is not None
+
+    def unencoded(self) -> "ShardedTokens":
+        return dataclasses.replace(self, encode=None)
 
     @property
     def splits_width(self) -> bool:

@@ -8,7 +8,6 @@ Both take all rows there are: buffers have room for the worst case, every row to
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -138,31 +137,13 @@ TRANSPORTS: dict[str, type[AllGather] | type[PerRank]] = {"all_gather": AllGathe
 
 
 def send_rows(transport: Transport, rows: Array, plan: Any, encode: Encode | None) -> Array:
-    """`transport.send(rows, plan)`, with rows encoded on the wire where `encode` is given.
+    """`transport.send(rows, plan)`; where `encode` is given, of encoded rows, which arrive as bfloat16 values of these.
 
-    What arrives are the encoded values, as bfloat16. The gradient goes back the same way unencoded.
+    With `encode` it has no gradient.
     """
-    return transport.send(rows, plan) if encode is None else _send_encoded(transport, encode, rows, plan)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _send_encoded(transport: Transport, encode: Encode, rows: Array, plan: Any) -> Array:
+    if encode is None:
+        return transport.send(rows, plan)
     coded = encode(rows)
     values = jax.lax.bitcast_convert_type(coded.values, jnp.uint8)
     arrived = jax.lax.bitcast_convert_type(transport.send(values, plan), coded.values.dtype)
     return type(coded)(arrived, transport.send(coded.scales, plan)).dequantize(jnp.bfloat16)
-
-
-def _send_encoded_forward(transport: Transport, encode: Encode, rows: Array, plan: Any) -> tuple[Array, Any]:
-    return _send_encoded(transport, encode, rows, plan), (rows, plan)
-
-
-def _send_encoded_backward(
-    transport: Transport, encode: Encode, residuals: Any, d_arrived: Array
-) -> tuple[Array, None]:
-    rows, plan = residuals
-    _, pullback = jax.vjp(lambda rows: transport.send(rows, plan), rows)
-    return *pullback(d_arrived), None
-
-
-_send_encoded.defvjp(_send_encoded_forward, _send_encoded_backward)

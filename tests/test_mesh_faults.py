@@ -1,0 +1,204 @@
+"""Faults of other implementations that only a mesh can have, and faults planted between ranks that tests must find."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from jaxtyping import Array
+from layers import random_arrays, random_tokens, small_config
+from mesh_layers import CONFIG, LAYOUTS, arrays, assert_equal_stages, on_one_device, over_mesh, some_tokens, trace
+from numerics import assert_same_bits, relative_l2
+
+from k3jax import LoadOptions, MoE, Routing
+from sharding import make_mesh
+from sharding.dispatch import ReplicatedTokens
+from sharding.ragged import ragged_all_to_all
+from sharding.transports import PerRank, Plan
+
+routed: Any = jax.jit(
+    lambda layer, x, routing: layer.routed(x, routing, dtype=jnp.float32),
+    compiler_options={"xla_backend_optimization_level": "0"},
+)
+
+
+def ragged_by_definition(operands: np.ndarray, outputs: np.ndarray, sizes: np.ndarray, places: Any) -> np.ndarray:
+    """The loop of the contract, in NumPy, for rows sent one rank's after another."""
+    result = outputs.copy()
+    for sender, row in enumerate(sizes):
+        starts = np.cumsum(row) - row
+        for receiver, (start, size) in enumerate(zip(starts, row, strict=True)):
+            at = places[sender][receiver]
+            result[receiver, at : at + size] = operands[sender, start : start + size]
+    return result
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_ragged_all_to_all_keeps_its_contract(ranks: int) -> None:
+    """Fault 15: output offsets are the sender's view. With the receiver's, the result differs."""
+    rng = np.random.default_rng(ranks)
+    sizes = np.array([[1, 3], [2, 0]]) if ranks == 2 else rng.integers(0, 4, (8, 8))
+    rows = int(max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max()))
+    operands = rng.standard_normal((ranks, rows, 3)).astype(np.float32)
+    outputs = np.full((ranks, rows, 3), -7, np.float32)
+    places = np.cumsum(sizes, axis=0) - sizes  # where each receiver has room for each sender, sender by receiver
+
+    def run(operand: Array, output: Array, size: Array, place: Array, arriving: Array) -> Array:
+        return ragged_all_to_all(
+            operand[0],
+            output[0],
+            input_offsets=jnp.cumsum(size[0], dtype=jnp.int32) - size[0],
+            send_sizes=size[0],
+            output_offsets=place[0],
+            recv_sizes=arriving[0],
+            axes=("expert",),
+        )[None]
+
+    spec = PartitionSpec("expert")
+    over_ranks = jax.jit(
+        jax.shard_map(run, mesh=make_mesh(expert=ranks), in_specs=spec, out_specs=spec, check_vma=False)
+    )
+
+    def exchange(place: np.ndarray) -> np.ndarray:
+        return np.asarray(over_ranks(operands, outputs, *(a.astype(np.int32) for a in (sizes, place, sizes.T))))
+
+    expected = ragged_by_definition(operands, outputs, sizes, places)
+    np.testing.assert_array_equal(exchange(places), expected)
+    assert not np.array_equal(exchange(np.ascontiguousarray(places.T)), expected)
+
+
+@pytest.mark.parametrize("name", ["replicated-ep8", "gather-ep8", "per-rank-ep8"])
+def test_masked_repeated_and_foreign_picks(name: str) -> None:
+    """Faults 12 and 13: -1 contributes nothing, an expert named twice counts twice, wherever its rank is."""
+    one = MoE(CONFIG, arrays=arrays("w4a16"))
+    spread = over_mesh(dataclasses.replace(LAYOUTS[name], sizes=(1, 8, 1)), "w4a16", arrays("w4a16"))
+    ids = jnp.array([[-1, 2], [-1, -1], [3, 3], [15, 0], [5, 5], [14, -1], [9, 8], [2, 13], [-1, -1]], jnp.int32)
+    weights = jnp.asarray(np.random.default_rng(5).uniform(0.1, 1, ids.shape), jnp.float32)
+    x = random_tokens((len(ids), 64))
+    ours, theirs = (routed(layer, x, Routing(ids, weights)) for layer in (spread, one))
+    assert relative_l2(ours, theirs) < 1e-6
+    assert not bool(jnp.any(ours[jnp.array([1, 8])]))
+    alone = routed(spread, x, Routing(ids.at[2, 1].set(-1), weights))
+    assert relative_l2(alone[2] * (weights[2].sum() / weights[2, 0]), ours[2]) < 1e-6
+
+
+@pytest.mark.parametrize(("num_experts", "ranks"), [(56, 8), (56, 4), (56, 2), (224, 2)])
+def test_any_number_of_experts_a_rank(num_experts: int, ranks: int) -> None:
+    """Fault 16: 7, 14, 28 and 112, with groups of rows that begin anywhere."""
+    config = small_config(
+        hidden_size=32,
+        routed_expert_hidden_size=32,
+        moe_intermediate_size=32,
+        num_experts=num_experts,
+        num_shared_experts=0,
+        latent_moe_use_norm=False,
+    )
+    weights = random_arrays(config, "w4a16")
+    x = random_tokens((45, 32))
+    one = MoE(config, arrays=weights)
+    spread = MoE(config, arrays=weights, mesh=make_mesh(expert=ranks))
+    routing = one.route(x)
+    assert relative_l2(routed(spread, x, routing), routed(one, x, routing)) < 1e-6
+
+
+def test_the_release_s_numbers_of_experts_picks_and_ranks() -> None:
+    """Fault 19: 2,048 tokens, 16 of 896 experts, 8 ranks. The sum of experts in float32, and the block's output."""
+    config = small_config(
+        hidden_size=32,
+        routed_expert_hidden_size=32,
+        moe_intermediate_size=32,
+        num_experts=896,
+        num_experts_per_token=16,
+    )
+    weights = random_arrays(config, "w4a16")
+    x = random_tokens((2048, 32))
+    mask = np.ones(len(x), np.bool_)
+    one = MoE(config, arrays=weights)
+    theirs = trace(one, x, mask)["output"]
+    routing = one.route(x)
+    sums = routed(one, x, routing)
+    mesh = make_mesh(expert=8)
+    for tokens, wire, transport in (
+        ("replicated", "f32", None),
+        ("sharded", "f32", "all_gather"),
+        ("sharded", "f32", "per_rank"),
+        ("sharded", "bf16", "per_rank"),
+        ("replicated", "bf16", None),
+    ):
+        options = LoadOptions(wire=wire, transport=transport)
+        layer = MoE(config, arrays=weights, mesh=mesh, tokens=tokens, options=options)
+        error = relative_l2(trace(layer, x, mask)["output"], theirs)
+        if wire == "f32":
+            assert relative_l2(routed(layer, x, routing), sums) <= 1e-6, (tokens, transport)
+            assert error <= 5e-4, (tokens, transport)
+        else:
+            assert 1e-4 < error <= 6e-3, (tokens, transport)
+
+
+def test_encoded_rows_are_half_the_bytes_and_the_same_numbers() -> None:
+    """w4a8 sends e4m3 values and a scale a block, and gets the numbers of rows that travelled in bfloat16."""
+    layer = over_mesh(LAYOUTS["gather-ep8"], "w4a8", arrays("w4a8"))
+    x, mask = some_tokens(), np.ones(len(some_tokens()), np.bool_)
+    encoded = trace(layer, x, mask)
+    hlo = trace.lower(layer, x, mask).compile().as_text()
+    gathered = [line.split("=")[1].split("[")[0].strip() for line in hlo.splitlines() if " all-gather(" in line]
+    assert {dtype.lstrip("(") for dtype in gathered} == {"u8", "s32", "f32"}
+    layer.layout = dataclasses.replace(layer.layout, ranks=layer.layout.ranks.unencoded())
+    plain = trace(layer, x, mask)
+    for stage, value in plain.items():
+        assert_same_bits(encoded[stage], value)
+
+
+class WithoutOneRank(ReplicatedTokens):
+    """Rank 3's part of the experts' sum gets lost."""
+
+    def total(self, *parts: Any) -> tuple[Any, ...]:
+        here = jax.lax.axis_index(self.experts) != 3
+        return super().total(jnp.where(here, parts[0], 0.0), *parts[1:])
+
+
+class SharedOnEveryRank(ReplicatedTokens):
+    """Every rank adds the whole output of the shared experts."""
+
+    def total(self, *parts: Any) -> tuple[Any, ...]:
+        (whole,) = super().total(*parts[1:])
+        return super().total(parts[0], whole)
+
+
+class ReceiversOffsets(PerRank):
+    """Rows go to where this rank puts what it gets from their receiver."""
+
+    def plan(self, ids: Array, experts: int) -> Plan:
+        plan = super().plan(ids, experts)
+        return plan._replace(home=plan.starts)
+
+
+def mutated(layer: MoE, mutation: type) -> MoE:
+    """The layer with what moves between its ranks replaced."""
+    ranks: Any = layer.layout.ranks
+    if mutation is ReceiversOffsets:
+        ranks = dataclasses.replace(ranks, transport=ReceiversOffsets(ranks.transport.axes, ranks.transport.ranks))
+    else:
+        ranks = mutation(*(getattr(ranks, field.name) for field in dataclasses.fields(ranks)))
+    layer.layout = dataclasses.replace(layer.layout, ranks=ranks)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("mutation", "name"),
+    [
+        (WithoutOneRank, "replicated-ep8"),
+        (SharedOnEveryRank, "replicated-ep8"),
+        (ReceiversOffsets, "per-rank-ep8"),
+    ],
+)
+def test_planted_faults_are_found(mutation: type, name: str) -> None:
+    """By the comparison that every layout must pass."""
+    case = LAYOUTS[name]
+    layer = mutated(over_mesh(case, "w4a16", arrays("w4a16")), mutation)
+    stages = trace(layer, some_tokens(), np.ones(len(some_tokens()), np.bool_))
+    with pytest.raises(AssertionError, match="allowed is"):
+        assert_equal_stages(stages, on_one_device("w4a16")["uniform"], case.limit)
