@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, Case, make_operands
+from layers import random_arrays, random_tokens, small_config
 from numerics import KERNEL_TOLERANCES, Tolerance, as_float64, assert_close, assert_same_bits
 
+from k3jax import MoE
 from pallas_kernels import (
+    KernelWeights,
     MXFP4Array,
     Situ,
     SwiGLU,
@@ -184,3 +187,22 @@ def test_the_gradient_of_an_activation() -> None:
         for name in ("triton", "xla")
     )
     assert_close(ours, theirs, Tolerance(1e-6))
+
+
+def test_a_layer_lays_its_experts_out_computes_and_differentiates() -> None:
+    config = small_config(hidden_size=128, routed_expert_hidden_size=128, moe_intermediate_size=64)
+    arrays = random_arrays(config, "w4a16")
+    ours, theirs = (MoE(config, recipe="w4a16", implementation=name, arrays=arrays) for name in ("triton", "xla"))
+    assert isinstance(ours.w13.get_value(), KernelWeights)
+    x = random_tokens((12, 128), dtype="bfloat16")
+    run = jax.jit(jax.value_and_grad(lambda x, layer: layer(x).astype(jnp.float32).sum()))
+    (mine, my_gradient), (other, other_gradient) = run(x, ours), run(x, theirs)
+    assert abs(float(mine) - float(other)) < 1e-2 * abs(float(other))
+    assert_close(my_gradient, other_gradient, KERNEL_TOLERANCES["w4a16"])
+
+
+@pytest.mark.parametrize("quantize", [quantize_mxfp8, quantize_fp8_token], ids=["mxfp8", "fp8_token"])
+def test_nothing_flows_back_through_a_quantiser(quantize: Any) -> None:
+    x = jax.random.normal(jax.random.key(2), (2, 64))
+    gradient = jax.grad(lambda x: quantize(x, implementation="triton").dequantize(jnp.float32).sum() + x.sum())(x)
+    assert_same_bits(gradient, jnp.ones_like(x))
