@@ -21,7 +21,9 @@ from k3jax.healing.loss import LossWeights
 from k3jax.healing.optimizer import Schedule
 from k3jax.healing.plot import loss_plot
 from k3jax.healing.training import Plan
+from k3jax.merging import merge_adapters
 from k3jax.progress import progress_bar
+from k3jax.saving import save_adapters
 
 
 class Rule(StrEnum):
@@ -49,6 +51,13 @@ def main(
     implementation: Annotated[
         str | None, typer.Option(help="Of the GEMMs. Default: the fastest that runs here.")
     ] = None,
+    dense_weights: Annotated[str, typer.Option(help="Of the student: bf16, or fp8 (then they are frozen).")] = "bf16",
+    adapter_rank: Annotated[int, typer.Option(min=0, help="Rank of adapters on the experts. Default: none.")] = 0,
+    adapter_scale: Annotated[float, typer.Option(help="What adapters add is multiplied by this.")] = 1.0,
+    share_adapters: Annotated[bool, typer.Option("--share-adapters", help="One adapter for all experts.")] = False,
+    adapters: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep adapters apart, in this file. Default: merge them.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=8, help="Tokens, one in 8 held out. Default: 8192.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = 300,
     batch: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 256,
@@ -70,7 +79,7 @@ def main(
     """Cut experts out of a layer, heal what is left, and save it as a checkpoint."""
     console = Console(stderr=True, highlight=False)
     try:
-        for file in filter(None, (plot, json_file)):
+        for file in filter(None, (plot, json_file, adapters)):
             outputs.require_writable(file)
         if out is not None and out.exists():
             raise FileExistsError(f"{out} exists; choose a new folder, or remove it")
@@ -87,14 +96,23 @@ def main(
             teacher=teacher,
             tokens=tokens,
             states=states,
+            adapters=run.Adapters(adapter_rank, adapter_scale, share_adapters) if adapter_rank else None,
+            dense_weights=dense_weights,
             measure=measure,
         )
         result = _heal(request, console)
         _print_costs(result)
+        healed = result.healed.layer
+        if adapter_rank and adapters is not None:
+            print(f"adapters: {save_adapters(healed, adapters)}")
         if out is not None:
+            if adapter_rank and adapters is not None:
+                healed.adapters = None  # the file has them
+            elif adapter_rank:
+                print(f"merged: {merge_adapters(healed)}")
             source = request.checkpoint or result.config
             assert source is not None
-            print(f"saved: {save_layer(result.healed.layer, out, index=layer, source=source)}")
+            print(f"saved: {save_layer(run.to_save(result), out, index=layer, source=source)}")
     except (ValueError, NotImplementedError, OSError) as error:
         console.print(f"[red]error:[/] {error}", highlight=False)
         raise typer.Exit(1) from None

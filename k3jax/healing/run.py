@@ -23,12 +23,23 @@ from k3jax.healing.timing import StepTimes, time_steps
 from k3jax.healing.tokens import structured_tokens
 from k3jax.healing.training import Healed, Plan, Progress, relative_errors, train
 from k3jax.loading import load_layer
+from k3jax.merging import add_adapters
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
+from k3jax.options import DEFAULTS, LoadOptions
 
 FORMAT = "k3jax-healing-1"
 DEFAULT_TOKENS = 8192
 HELD_OUT = 8  # One token in so many is not trained on.
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What `add_adapters` is asked for."""
+
+    rank: int
+    scale: float = 1.0
+    shared: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Request:
         keep: experts to keep, chosen `by` one of `pruning.RULES`; None keeps all.
         teacher: a capture file; None for the whole layer. tokens: how many; with a capture, at most so many of its own.
         states: a folder to resume from and to leave states in.
+        adapters: low-rank adapters for the routed experts, None for none. dense_weights: "bf16", or "fp8" for a student
+            whose shared experts and latent projections are quantised and frozen.
         measure: afterwards, time so many steps, and their forward passes alone.
     """
 
@@ -53,6 +66,8 @@ class Request:
     teacher: Path | None = None
     tokens: int | None = None
     states: Path | None = None
+    adapters: Adapters | None = None
+    dense_weights: str = "bf16"
     measure: int = 0
 
 
@@ -87,6 +102,8 @@ def check(request: Request) -> None:
         raise ValueError(f"by={request.by!r} is not one of {', '.join(RULES)}")
     if request.checkpoint is None and (request.keep is None or request.teacher is not None):
         raise ValueError("a synthetic layer needs keep (it has twice as many experts), and is its own teacher")
+    if request.checkpoint is None and request.dense_weights != "bf16":
+        raise ValueError(f"dense_weights={request.dense_weights!r} needs a checkpoint, not a synthetic layer")
     if request.tokens is not None and request.tokens * (HELD_OUT - 1) // HELD_OUT < request.plan.batch:
         raise ValueError(
             f"tokens={request.tokens}, one in {HELD_OUT} held out, leave fewer to train on than a batch of "
@@ -102,13 +119,18 @@ def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> R
     """
     began = time.perf_counter()
     check(request)
-    layer = _whole_layer(request)
+    layer = _load(request)
     pairs = _pairs(request, layer)
     training, held_out = pairs.split(max(len(pairs) // HELD_OUT, 1))
     uncut = relative_errors(layer, held_out)
-    kept = None
-    if request.keep is not None:
-        layer, kept = _cut(layer, training, request)
+    kept = None if request.keep is None else _kept(layer, training, request)
+    if request.dense_weights != "bf16":
+        layer = _load(request, LoadOptions(dense_weights=request.dense_weights))
+    if kept is not None:
+        assert isinstance(layer, MoE)
+        layer = cut_experts(layer, kept)
+    if request.adapters is not None:
+        _adapt(layer, request.adapters, request)
     before = relative_errors(layer, held_out)
     tell(f"before: relative L2 {before['output']:.4f} of the output on {len(held_out)} held-out tokens")
     healed = train(layer, training, request.plan, states=request.states, progress=progress)
@@ -122,7 +144,7 @@ def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> R
     return Result(
         request=request,
         config=config,
-        kept=kept,
+        kept=None if kept is None else kept.tolist(),
         uncut=uncut,
         before=before,
         after=after,
@@ -136,6 +158,19 @@ def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> R
     )
 
 
+def to_save(result: Result) -> GatedMLP | MoE:
+    """The healed layer as a checkpoint holds it: with the checkpoint's own dense weights where e4m3 froze them."""
+    healed, request = result.healed.layer, result.request
+    if request.dense_weights == "bf16" or not isinstance(healed, MoE):
+        return healed
+    layer = _load(request)
+    assert isinstance(layer, MoE)
+    layer = layer if result.kept is None else cut_experts(layer, np.array(result.kept))
+    for name in ("router", "latent_norm", "w13", "w2", "adapters"):
+        setattr(layer, name, getattr(healed, name))
+    return layer
+
+
 def as_json(result: Result) -> dict[str, Any]:
     """The run for a log; FORMAT names this layout."""
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
@@ -147,12 +182,18 @@ def as_json(result: Result) -> dict[str, Any]:
     )
 
 
-def _whole_layer(request: Request) -> GatedMLP | MoE:
-    options: dict[str, Any] = {"recipe": request.recipe, "implementation": request.implementation}
+def _load(request: Request, options: LoadOptions = DEFAULTS) -> GatedMLP | MoE:
+    how: dict[str, Any] = {"recipe": request.recipe, "implementation": request.implementation}
     if request.checkpoint is None:
         assert request.keep is not None
-        return synthetic_layer(real_widths(2 * request.keep), seed=request.plan.seed, **options)
-    return load_layer(request.checkpoint, request.layer, **options)
+        return synthetic_layer(real_widths(2 * request.keep), seed=request.plan.seed, **how)
+    return load_layer(request.checkpoint, request.layer, options=options, **how)
+
+
+def _adapt(layer: GatedMLP | MoE, adapters: Adapters, request: Request) -> None:
+    if not isinstance(layer, MoE):
+        raise ValueError(f"layer {request.layer} is dense and has no experts to adapt")
+    add_adapters(layer, rngs=nnx.Rngs(request.plan.seed), **dataclasses.asdict(adapters))
 
 
 def _pairs(request: Request, layer: GatedMLP | MoE) -> Pairs:
@@ -164,14 +205,13 @@ def _pairs(request: Request, layer: GatedMLP | MoE) -> Pairs:
     return from_teacher(layer, structured_tokens(request.tokens or DEFAULT_TOKENS, hidden, seed=request.plan.seed))
 
 
-def _cut(layer: GatedMLP | MoE, training: Pairs, request: Request) -> tuple[MoE, list[int]]:
+def _kept(layer: GatedMLP | MoE, training: Pairs, request: Request) -> np.ndarray:
     if not isinstance(layer, MoE):
         raise ValueError(f"keep={request.keep}: layer {request.layer} is dense and has no experts to cut")
     assert request.keep is not None
     chunks = range(0, len(training), CHUNK)
     each = [np.asarray(_scores(layer, jnp.asarray(training.x[at : at + CHUNK]), request.by)) for at in chunks]
-    kept = best_experts(np.sum(each, axis=0, dtype=np.float64), request.keep)
-    return cut_experts(layer, kept), kept.tolist()
+    return best_experts(np.sum(each, axis=0, dtype=np.float64), request.keep)
 
 
 _scores = nnx.jit(lambda layer, x, by: expert_scores(layer, x, by=by), static_argnums=2)

@@ -56,7 +56,7 @@ def split(layer: GatedMLP | MoE) -> tuple[Student, Params, Frozen]:
     paths, tree = jax.tree_util.tree_flatten_with_path(trainable)
     names = tuple(_name(path) for path, _ in paths)
     student = Student(graph, tree, names, tuple(leaf.dtype for _, leaf in paths))
-    return student, {name: leaf.astype(jnp.float32) for name, (_, leaf) in zip(names, paths, strict=True)}, frozen
+    return student, {name: _wide(leaf) for name, (_, leaf) in zip(names, paths, strict=True)}, frozen
 
 
 def start(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -107,6 +107,13 @@ def _mean_gradient(
     zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, jnp.float32), shapes)
     total, _ = jax.lax.scan(add, zeros, batch)
     return total
+
+
+def _wide(leaf: Any) -> Any:
+    """`leaf` in float32; a shape without values stays one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+    return leaf.astype(jnp.float32)
 
 
 def trains(path: tuple[Any, ...], value: Any) -> bool:
