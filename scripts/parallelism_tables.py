@@ -14,6 +14,7 @@ from typing import Any
 from k3jax.config import K3Config
 from k3jax.inspection.collectives import layer_collectives
 from k3jax.inspection.console import readable
+from k3jax.inspection.dispatch_memory import dispatch_memory
 from k3jax.inspection.memory import model_memory
 from k3jax.moe import moe_layout
 from k3jax.options import LoadOptions
@@ -166,6 +167,22 @@ def memory(config: K3Config) -> str:
     return table(heads, rows)
 
 
+def buffers(config: K3Config) -> str:
+    """What the experts' buffers take on one of eight ranks, while a layer runs."""
+    rows = []
+    for tokens in (128, 1024, 8192):
+        said = []
+        for layout, most in (("replicated", 8192), ("sharded", 8192), ("sharded", None)):
+            count = tokens * (8 if layout == "sharded" else 1)
+            found = dispatch_memory(
+                config, MeshSizes(expert=8), count, tokens=layout, options=LoadOptions(max_tokens=most)
+            )
+            said.append(f"{found.total / 1e9:.2f}")
+        rows.append((f"{tokens:,} tokens a rank", *said))
+    heads = ("GB a GPU", "replicated tokens", "sharded tokens", "sharded, `max_tokens=None`")
+    return table(heads, rows)
+
+
 def gigabytes(config: K3Config, ranks: int, **layout: Any) -> float | None:
     """All layers' weights on one GPU; None where something cannot be split over so many."""
     try:
@@ -229,6 +246,7 @@ TABLES: dict[str, Callable[[K3Config], str]] = {
     "all-reduce": all_reduce,
     "seconds": seconds_on_the_wire,
     "memory": memory,
+    "buffers": buffers,
     "plans": plans,
 }
 
