@@ -57,7 +57,9 @@ def _as_it_is(w: MXFP4Array) -> MXFP4Array:
 
 
 def _laid_out(rows: Callable[[Any], Any], place: Place, w: MXFP4Array) -> KernelWeights | None:
-    laid_out = place(jax.eval_shape(rows, w) if _is_abstract(w) else rows(w))
+    laid_out = place(jax.eval_shape(rows, w))  # first of shapes alone: `rows` copies, and mostly no kernel wants them
+    if isinstance(laid_out, KernelWeights) and not _is_abstract(w):
+        laid_out = place(rows(w))
     return laid_out if isinstance(laid_out, KernelWeights) else None
 
 

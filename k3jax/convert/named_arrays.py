@@ -25,7 +25,10 @@ def kind_of_experts(weights: Weights) -> str:
     """How the experts are kept: "mxfp4", "bf16", or "mosaic" for that kernel's layout."""
     w = weights["w13"]
     assert not isinstance(w, KernelWeights) or w.mma == "bf16", "loading lays out for no other products"
-    return "mosaic" if isinstance(w, KernelWeights) else "mxfp4" if isinstance(w, MXFP4Array) else "bf16"
+    if isinstance(w, KernelWeights):
+        return "mosaic"
+    assert isinstance(w, MXFP4Array | jax.Array), type(w)
+    return "mxfp4" if isinstance(w, MXFP4Array) else "bf16"
 
 
 def weights_of(arrays: Mapping[str, jax.Array], experts: str | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from k3jax.mlp import GatedMLP, mlp_layout
 from k3jax.moe import MoE, moe_layout
 from k3jax.moe_arrays import AXES, MoEArrays
 from k3jax.options import DEFAULTS, LoadOptions
-from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, select
+from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, lay_out
 from sharding import Layout, partition_spec
 
 MLP_AXES = {"gate_up": (None, "mlp_ff", "hidden"), "down": ("hidden", "mlp_ff")}
@@ -70,8 +70,7 @@ def restore_layers(
             raise ValueError(f"{folder} keeps its experts in {of_layer['experts']}, for another recipe than {recipe!r}")
         layout = moe_layout(config, recipe, mesh, tokens, options)
         weights = read_weights(folder, of_layer, layout, AXES)
-        other_products = recipe == "w4a8_fp8" or not _kernel_runs(mesh, implementation)
-        if of_layer["experts"] == "mosaic" and other_products:
+        if of_layer["experts"] == "mosaic" and (mesh is not None or not _is_wanted(weights, recipe, implementation)):
             weights = {**weights, **_taken_apart(weights)}
         results.append(
             MoE(
@@ -118,8 +117,14 @@ def _sharding(name: str, layout: Layout, axes: Mapping[str, tuple[str | None, ..
     return NamedSharding(layout.mesh, spec)
 
 
-def _kernel_runs(mesh: Mesh | None, implementation: str | None) -> bool:
-    return mesh is None and implementation in (None, "mosaic") and select.why_not_on_gpu("mosaic", None) is None
+def _is_wanted(weights: Weights, recipe: str, implementation: str | None) -> bool:
+    """Whether a layer loaded here would have its experts in the same layout, or might have."""
+    shapes = jax.eval_shape(_unpack, weights["w13"])
+    try:
+        laid_out = lay_out(shapes, recipe=recipe, gated=True, implementation=implementation)
+    except NotImplementedError:  # which the layer will say better
+        return False
+    return isinstance(laid_out, KernelWeights) and laid_out.mma == weights["w13"].mma
 
 
 def _taken_apart(weights: Weights) -> dict[str, MXFP4Array]:

@@ -2,6 +2,7 @@
 
 import logging
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
@@ -54,7 +55,8 @@ def lay_out(
             try:
                 if kernels == "mosaic":
                     _require_tunings(w, layout, gated)
-                narrowed = _narrowed(w, layout) if allow_inexact and layout == layouts[-1] else w
+                has_values = not isinstance(w.codes, jax.ShapeDtypeStruct)
+                narrowed = _narrowed(w, layout) if allow_inexact and has_values and layout == layouts[-1] else w
                 return to_kernel_layout(narrowed, recipe=layout, gated=gated)
             except NotImplementedError as error:
                 reason = str(error)
