@@ -9,7 +9,7 @@ import numpy as np
 
 from k3jax.checkpoint.layer_tensors import Place
 
-THREADS = 2  # More only make a disk seek; one leaves it idle while memory is being filled.
+THREADS = 4  # While some fill fresh memory, which takes as long as a fast disk does, others keep the disk busy.
 _SCRATCH = 1 << 23  # bytes read at a time of rows that are cut
 _WHOLE = slice(None)
 

@@ -114,10 +114,10 @@ def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool) -> KernelWeight
         raise NotImplementedError(f"the Hopper kernel needs N and K in multiples of 64; the weights are {w.shape}")
     mma = RECIPES[recipe]
     if isinstance(w.codes, jax.ShapeDtypeStruct):
-        words, exponents = jax.eval_shape(functools.partial(_pack, mma=mma, gated=gated), w.codes, w.scales)
-    else:
-        _require_span(w, mma)
-        words, exponents = _pack(w.codes, w.scales, mma, gated)
+        shapes = jax.eval_shape(functools.partial(_pack, mma=mma, gated=gated), w.codes, w.scales)
+        return KernelWeights.tree_unflatten((mma, gated), shapes)
+    _require_span(w, mma)
+    words, exponents = _pack(w.codes, w.scales, mma, gated)
     return KernelWeights(words, exponents, mma, gated)
 
 
