@@ -28,6 +28,7 @@ from k3jax.healing.tokens import structured_tokens
 from k3jax.healing.training import Plan
 from k3jax.reference import oracle_trace
 from k3jax.reference.layer import expert_rows
+from sharding import make_mesh
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "heal.py"
 
@@ -163,6 +164,26 @@ def test_only_what_is_unpacked_trains_and_micro_batches_add_up() -> None:
     again = student.layer(params, frozen)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(layer), strict=True):
         assert_same_bits(ours, theirs)
+
+
+def test_a_step_over_a_mesh_is_that_of_one_device() -> None:
+    arrays, optimizer = random_arrays(SMALL, "w4a16"), Schedule(steps=10, warmup=0).optimizer()
+    pairs = {name: value[None] for name, value in batch_of(random_layer(SMALL, "w4a16", seed=5), 24, 3).items()}
+
+    def after(layer: MoE) -> tuple[TrainState, dict[str, Any]]:
+        student, params, frozen = split(layer)
+        step = make_step(student, optimizer, Power(100.0, 50.0), LossWeights(balance=0.1))
+        return step(start(params, optimizer), frozen, pairs)
+
+    mesh = make_mesh(data=1, expert=2, tensor=3)
+    (one, numbers), (many, others) = after(MoE(SMALL, arrays=arrays)), after(MoE(SMALL, arrays=arrays, mesh=mesh))
+    for name in numbers:
+        assert float(others[name]) == pytest.approx(float(numbers[name]), rel=1e-2), name
+    for name, ours in one.optimizer[1][0].mu.items():
+        theirs = many.optimizer[1][0].mu[name]
+        assert relative_l2(theirs, ours) < 1e-2, name
+    assert len(many.params["shared/down"].sharding.device_set) == 6
+    assert many.params["shared/down"].addressable_shards[0].data.shape == (128, 32)
 
 
 def test_every_epoch_takes_each_row_once_in_another_order() -> None:
