@@ -18,7 +18,7 @@ def loss_plot(series: Mapping[str, Sequence[float]], marks: Mapping[str, float],
     low, high = low / 1.1, high * 1.1
     steps = max((len(line) for line in series.values()), default=1)
 
-    def x(step: float) -> float:
+    def x(step: int) -> float:
         return _LEFT + step / max(steps - 1, 1) * (_WIDTH - _LEFT - _RIGHT)
 
     def y(value: float) -> float:
@@ -56,7 +56,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [tick for power in powers for digit in (1, 2, 5) if low <= (tick := digit * 10.0**power) <= high]
 
 
-def _text(x: float, y: float, text: str, anchor: str, size: int = 12, colour: str = "#62666e") -> str:
+def _text(x: int | float, y: int | float, text: str, anchor: str, size: int = 12, colour: str = "#62666e") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{colour}">{escape(text)}</text>'
     )
