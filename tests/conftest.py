@@ -1,5 +1,6 @@
 """Strict settings for every test: no silent dtype or rank promotion, annotated shapes enforced, 8 simulated devices."""
 
+import hypothesis
 import jax
 import jaxtyping
 import pytest
@@ -8,6 +9,8 @@ jaxtyping.install_import_hook(["k3jax", "pallas_kernels", "sharding"], "beartype
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+hypothesis.settings.register_profile("k3jax", deadline=None)  # an example's first run compiles
+hypothesis.settings.load_profile("k3jax")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

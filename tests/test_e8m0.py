@@ -65,7 +65,7 @@ def test_every_block_gets_the_smallest_scale_that_saturates_nothing(largest: flo
         assert_same_bits(scales(jnp.asarray(blocks), largest), scale_bytes(blocks, largest))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.integers(-160, 160))
 def test_scaling_there_and_back_returns_what_stayed_in_range(x: float, exponent: int) -> None:
     value, power = jnp.full((1,), x, jnp.float32), jnp.full((1,), exponent)

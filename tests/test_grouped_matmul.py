@@ -90,7 +90,7 @@ def swept() -> dict[str, Any]:
     return {"x": round_bf16(x), "w": w, "w64": decoded(w), "calls": {name: call(name) for name in IMPLEMENTATIONS}}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=st.lists(st.integers(0, 12), min_size=5, max_size=5))
 def test_any_group_sizes_and_nan_beyond_the_last_group(swept: dict[str, Any], sizes: list[int]) -> None:
     stops = np.minimum(np.cumsum(sizes), SWEPT.rows)

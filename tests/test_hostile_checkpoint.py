@@ -121,7 +121,7 @@ def fuzz(checkpoint: Path, examples: int) -> None:
     files = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
     names = sorted(files, key=lambda name: (name not in (CONFIG, INDEX), name))
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck), database=None)
     @given(st.sampled_from(names), st.lists(EDIT, max_size=3), st.lists(BYTES, max_size=2))
     def one(name: str, edits: list[Any], damages: list[Any]) -> None:
         (checkpoint / name).write_bytes(spoiled(files[name], edits, damages))

@@ -26,7 +26,7 @@ def with_scale(w: MXFP4Array, expert: int, byte: int, zero: bool = False) -> MXF
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "w4a8_fp8"])
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=st.integers(0, 2**32 - 1), base=st.integers(0, 242))
 def test_the_inverse_is_exact_at_any_base(recipe: str, gated: bool, seed: int, base: int) -> None:
     w = weights(np.random.default_rng(seed), (2, 128, 128), base, base + 12)

@@ -146,7 +146,7 @@ def test_a_block_with_a_value_that_is_no_number_reads_as_nan_and_no_other_does(p
     assert np.asarray(w.scales).tolist() == [[125, 255, 125], [125, 125, 125]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hnp.arrays(np.float32, (2, 64), elements=HELD))
 def test_the_error_is_at_most_half_a_step_and_encoding_again_changes_nothing(x: np.ndarray) -> None:
     w = quantize(jnp.asarray(x))
@@ -159,7 +159,7 @@ def test_the_error_is_at_most_half_a_step_and_encoding_again_changes_nothing(x: 
     assert_same_bits(quantize(w.dequantize(jnp.float32)).dequantize(jnp.float32), w.dequantize(jnp.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     hnp.arrays(np.float32, (1, 32), elements=st.floats(2.0**-20, 2.0**20, width=32)),
     st.integers(-80, 80),

@@ -175,7 +175,7 @@ def test_a_value_that_is_no_number_poisons_its_block_or_its_token_only(poison: f
     np.testing.assert_allclose(token[1], 1, rtol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hnp.arrays(np.float32, (2, 64), elements=HELD))
 def test_the_error_is_at_most_half_a_step_and_encoding_again_changes_nothing(x: np.ndarray) -> None:
     q = quantize(jnp.asarray(x))
@@ -187,7 +187,7 @@ def test_the_error_is_at_most_half_a_step_and_encoding_again_changes_nothing(x: 
     assert_same_bits(quantize(q.dequantize(jnp.float32)).dequantize(jnp.float32), q.dequantize(jnp.float32))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hnp.arrays(np.float32, (1, 32), elements=st.floats(2.0**-20, 2.0**20, width=32)), st.integers(-80, 80))
 def test_scaling_by_a_power_of_two_moves_only_the_scale(x: np.ndarray, exponent: int) -> None:
     rows, scaled_rows = jnp.asarray(x), jnp.asarray(np.ldexp(x, exponent))
@@ -229,7 +229,7 @@ def test_tokens_encode_like_the_truth_from_every_dtype(dtype: type[np.generic]) 
         assert_same_bits(q.scales, scales)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(hnp.arrays(np.float32, (2, 40), elements=FINITE))
 def test_a_token_s_errors_are_half_steps_and_nothing_saturates(x: np.ndarray) -> None:
     q = quantize_token(jnp.asarray(x))

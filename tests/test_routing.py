@@ -107,7 +107,7 @@ def test_equal_scores_go_to_the_lowest_ids() -> None:
     np.testing.assert_array_equal(pick_experts(negative_zero, zeros, config).ids, [[0, 1, 2, 3, 4]])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 2.0]), min_size=16, max_size=16), st.integers(1, 16))
 def test_picks_sort_by_score_then_id(logits: list[float], slots: int) -> None:
     config = small_config(num_experts_per_token=slots)

@@ -204,7 +204,7 @@ ENTRY = st.fixed_dictionaries(
     }
 )
 HEADER = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRY | JSON, max_size=4)
-IN_ONE_FOLDER = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_ONE_FOLDER = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def opens_or_raises_value_error(path: Path) -> None:

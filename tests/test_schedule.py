@@ -46,7 +46,7 @@ def test_the_narrowest_width_that_holds_the_rows_is_chosen(widths: tuple[int, ..
         assert chosen == min(width for width in widths if width >= rows)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(size=st.integers(1, 3000), widest=WIDEST, data=st.data())
 def test_traced_integers_give_what_python_integers_give(size: int, widest: int, data: st.DataObject) -> None:
     local = data.draw(st.integers(0, 3 * schedule.row_tiles(size, widest) - 1))
