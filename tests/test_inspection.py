@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from test_tensor_table import DATA, RELEASED_NAMES, release_names
 from typer.testing import CliRunner, Result
 
 from k3jax.checkpoint import INDEX
+from k3jax.checkpoint.safetensors_writer import NewTensor, write_header
+from k3jax.checkpoint.tensor_table import TensorSpec, layer_table, split_name
 from k3jax.cli import app
 from k3jax.config import K3Config
 from k3jax.inspection.console import readable
@@ -178,3 +182,44 @@ def test_readable_sizes() -> None:
         "17.5 MB",
         "1.56 TB",
     ]
+
+
+@pytest.mark.slow
+def test_the_whole_release_with_the_headers_of_all_its_shards(tmp_path: Path, release: K3Config) -> None:
+    """Every tensor in its dtype and shape, in sparse files of 1.5 TB; in a process of its own, for its memory."""
+    shutil.copy(DATA / "k3-config.json", tmp_path / "config.json")
+    shards: dict[int, dict[str, str]] = {}
+    for name in release_names():
+        located = split_name(name)
+        layer, suffix = (95, name) if located is None else located
+        shards.setdefault(layer, {})[suffix] = name
+    files: dict[str, str] = {}
+    for layer, names in shards.items():
+        specs = layer_table(release, layer, names).specs if layer < release.num_hidden_layers else {}
+        there = [(name, specs.get(suffix, TensorSpec(("BF16",), (8,)))) for suffix, name in names.items()]
+        tensors = [NewTensor(name, spec.dtypes[0], spec.shape) for name, spec in there]
+        tensors.sort(key=lambda tensor: ("F32", "BF16", "U8").index(tensor.dtype))
+        file_name = f"model-{layer + 1:05d}-of-000096.safetensors"
+        with (tmp_path / file_name).open("xb") as file:
+            write_header(file, tensors, {})
+            file.truncate(file.tell() + sum(tensor.nbytes for tensor in tensors))
+        files |= dict.fromkeys(names.values(), file_name)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": files}))
+    assert len(files) == RELEASED_NAMES
+    program = """
+import resource, sys, time
+from k3jax.cli import main
+sys.argv = ["k3jax", "inspect", sys.argv[1]]
+try:
+    main()
+except SystemExit as ended:
+    print(ended.code, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    assert "Nothing is missing, nothing is extra" in run.stdout
+    code, seconds, peak = run.stdout.splitlines()[-1].split()
+    print(f"{seconds} s, {int(peak) / 1e6:.0f} MB")
+    assert code == "0"
+    assert float(seconds) < 15  # of processor time; ten on the clock of a machine that has nothing else to do
+    assert int(peak) < 1e9

@@ -100,9 +100,12 @@ class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read
         parsed = _parse_header(header, self.path)
         self.metadata: dict[str, str] = _metadata(parsed.pop("__metadata__", {}), self.path)
         data_bytes = file_bytes - self.data_start
-        self.entries: dict[str, TensorEntry] = {
-            name: _entry(name, value, data_bytes, self.path) for name, value in parsed.items()
-        }
+        self.entries: dict[str, TensorEntry] = {}
+        for name, value in parsed.items():
+            try:
+                self.entries[name] = _entry(value, data_bytes)
+            except ValueError as error:
+                raise ValueError(f"{self.path}: tensor {shown(name)}: {error}") from None
         _check_layout(self.entries, data_bytes, self.path)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -234,53 +237,55 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _entry(name: str, value: object, data_bytes: int, path: Path) -> TensorEntry:
-    what = f"{path}: tensor {shown(name)}"
+def _entry(value: object, data_bytes: int) -> TensorEntry:
+    """What a header says of a tensor. Raises ValueError, which leaves it to the caller to name the tensor."""
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{what}: expected an object with dtype, shape and data_offsets")
+        raise ValueError("expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise ValueError(f"{what}: unknown dtype {shown(dtype)}; known are {', '.join(sorted(_BITS))}")
+        raise ValueError(f"unknown dtype {shown(dtype)}; known are {', '.join(sorted(_BITS))}")
     if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(_is_count(size) for size in shape):
-        raise ValueError(
-            f"{what}: shape must be a list of at most {MAX_RANK} non-negative integers, got {shown(shape)}"
-        )
+        raise ValueError(f"shape must be a list of at most {MAX_RANK} non-negative integers, got {shown(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
-        raise ValueError(f"{what}: data_offsets must be two non-negative integers, got {shown(offsets)}")
+        raise ValueError(f"data_offsets must be two non-negative integers, got {shown(offsets)}")
     begin, end = offsets
     if begin > end:
-        raise ValueError(f"{what}: data_offsets begin after their end: {begin} > {end}")
+        raise ValueError(f"data_offsets begin after their end: {begin} > {end}")
     if end > data_bytes:
         raise ValueError(
-            f"{what}: ends at byte {end} of the data, the file has {data_bytes}: it is truncated; download it again"
+            f"ends at byte {end} of the data, the file has {data_bytes}: it is truncated; download it again"
         )
-    _check_bytes(shape, _BITS[dtype], end - begin, f"{what} ({dtype})")
+    _check_bytes(shape, dtype, end - begin)
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _check_bytes(shape: list[int], bits: int, stored: int, what: str) -> None:
+def _check_bytes(shape: list[int], dtype: str, stored: int) -> None:
     elements = 1
     for size in shape:  # Stop early: the product of a hostile shape has thousands of digits.
         elements *= max(size, 1)
         if elements > MAX_ELEMENTS:
-            raise ValueError(f"{what}: shape {shown(shape)} has too many elements")
-    needed = 0 if 0 in shape else elements * bits
+            raise ValueError(f"{dtype} shape {shown(shape)} has too many elements")
+    needed = 0 if 0 in shape else elements * _BITS[dtype]
     if needed != 8 * stored:
-        raise ValueError(f"{what}: shape {shape} needs {needed / 8:g} bytes, data_offsets span {stored}")
+        raise ValueError(f"{dtype} shape {shape} needs {needed / 8:g} bytes, data_offsets span {stored}")
 
 
 def _check_layout(entries: Mapping[str, TensorEntry], data_bytes: int, path: Path) -> None:
     """Tensors tile the data: no byte belongs to two of them, or to none (a second file could hide in a hole)."""
-    at, before = 0, "the header"
+    at, last = 0, None
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < at:
             raise ValueError(
-                f"{path}: tensor {shown(name)} overlaps {before}: it begins at byte {entry.begin}, before {at}"
+                f"{path}: tensor {shown(name)} overlaps {_named(last)}: it begins at byte {entry.begin}, before {at}"
             )
         if entry.begin > at:
             raise ValueError(
-                f"{path}: bytes {at} to {entry.begin}, between {before} and tensor {shown(name)}, belong to no tensor"
+                f"{path}: bytes {at} to {entry.begin}, between {_named(last)} and {_named(name)}, belong to no tensor"
             )
-        at, before = entry.end, f"tensor {shown(name)}"
+        at, last = entry.end, name
     if at != data_bytes:
-        raise ValueError(f"{path}: {data_bytes - at} bytes after {before} belong to no tensor")
+        raise ValueError(f"{path}: {data_bytes - at} bytes after {_named(last)} belong to no tensor")
+
+
+def _named(name: str | None) -> str:
+    return "the header" if name is None else f"tensor {shown(name)}"
