@@ -1,6 +1,7 @@
 """Faults of other implementations that only a mesh can have, and faults planted between ranks that tests must find."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from layers import random_arrays, random_tokens, small_config
 from mesh_layers import CONFIG, LAYOUTS, arrays, assert_equal_stages, on_one_device, over_mesh, some_tokens, trace
 from numerics import assert_same_bits, relative_l2
 
-from k3jax import LoadOptions, MoE, Routing
+from k3jax import K3Config, LoadOptions, MoE, MoEArrays, Routing
 from sharding import make_mesh
 from sharding.dispatch import ReplicatedTokens
 from sharding.ragged import ragged_all_to_all
@@ -85,22 +86,28 @@ def test_masked_repeated_and_foreign_picks(name: str) -> None:
     assert relative_l2(alone[2] * (weights[2].sum() / weights[2, 0]), ours[2]) < 1e-6
 
 
-@pytest.mark.parametrize(("num_experts", "ranks"), [(56, 8), (56, 4), (56, 2), (224, 2)])
-def test_any_number_of_experts_a_rank(num_experts: int, ranks: int) -> None:
-    """Fault 16: 7, 14, 28 and 112, with groups of rows that begin anywhere."""
+@functools.cache
+def many_experts() -> tuple[K3Config, MoEArrays, jax.Array, Routing]:
+    """56 experts, and picks of 45 tokens."""
     config = small_config(
         hidden_size=32,
         routed_expert_hidden_size=32,
         moe_intermediate_size=32,
-        num_experts=num_experts,
+        num_experts=56,
         num_shared_experts=0,
         latent_moe_use_norm=False,
     )
-    weights = random_arrays(config, "w4a16")
-    x = random_tokens((45, 32))
-    one = MoE(config, arrays=weights)
-    spread = MoE(config, arrays=weights, mesh=make_mesh(expert=ranks))
-    routing = one.route(x)
+    rng = np.random.default_rng(8)
+    ids = np.array([rng.choice(56, 4, replace=False) for _ in range(45)], np.int32)
+    weights = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
+    return config, random_arrays(config, "w4a16"), random_tokens((45, 32)), Routing(jnp.asarray(ids), weights)
+
+
+@pytest.mark.parametrize("ranks", [8, 4, 2])
+def test_any_number_of_experts_a_rank(ranks: int) -> None:
+    """Fault 16: 7, 14 and 28, with groups of rows that begin anywhere; 112 are in the next test."""
+    config, weights, x, routing = many_experts()
+    one, spread = (MoE(config, arrays=weights, mesh=mesh) for mesh in (None, make_mesh(expert=ranks)))
     assert relative_l2(routed(spread, x, routing), routed(one, x, routing)) < 1e-6
 
 
@@ -123,17 +130,15 @@ def test_the_release_s_numbers_of_experts_picks_and_ranks() -> None:
     mesh = make_mesh(expert=8)
     for tokens, wire, transport in (
         ("replicated", "f32", None),
-        ("sharded", "f32", "all_gather"),
         ("sharded", "f32", "per_rank"),
         ("sharded", "bf16", "per_rank"),
-        ("replicated", "bf16", None),
     ):
         options = LoadOptions(wire=wire, transport=transport)
         layer = MoE(config, arrays=weights, mesh=mesh, tokens=tokens, options=options)
         error = relative_l2(trace(layer, x, mask)["output"], theirs)
         if wire == "f32":
-            assert relative_l2(routed(layer, x, routing), sums) <= 1e-6, (tokens, transport)
             assert error <= 5e-4, (tokens, transport)
+            assert relative_l2(routed(layer, x, routing), sums) <= 1e-6, (tokens, transport)
         else:
             assert 1e-4 < error <= 6e-3, (tokens, transport)
 

@@ -317,3 +317,16 @@ def test_what_cannot_be_encoded_raises() -> None:
             quantize_fp8_token(jnp.zeros((2, 32), jnp.int32))
         with pytest.raises(ValueError, match=r"not float32\[\]"):
             quantize_fp8_token(jnp.float32(1))
+
+
+def test_parts_of_tokens_with_the_whole_tokens_amax_are_parts_of_the_whole() -> None:
+    """Ranks that hold parts of a row agree on its largest magnitude first; a NaN in one part is seen in all."""
+    x = jax.random.normal(jax.random.key(11), (5, 64)) * jnp.geomspace(1e-3, 9, 64)[None, :]
+    x = x.astype(jnp.bfloat16).at[3, 60].set(jnp.nan)
+    whole = quantize_fp8_token(x)
+    amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    for part in (slice(0, 32), slice(32, 64)):
+        ours = quantize_fp8_token(x[:, part], amax=amax)
+        assert_same_bits(ours.scales, whole.scales)
+        assert_same_bits(ours.values[:3], whole.values[:3, part])
+    assert not np.array_equal(quantize_fp8_token(x[:, :32]).scales, whole.scales)
