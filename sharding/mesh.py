@@ -63,7 +63,8 @@ def make_mesh(
     available = list(jax.devices() if devices is None else devices)
     if sizes.devices > len(available):
         raise ValueError(
-            f"mesh {data=}, {expert=}, {tensor=} needs {sizes.devices} devices; there are {len(available)}"
+            f"mesh {data=}, {expert=}, {tensor=} needs {sizes.devices} devices; there are {len(available)}; "
+            "make an axis smaller, or start JAX on more"
         )
     shape = (data, expert, tensor)
     return jax.sharding.Mesh(np.array(available[: math.prod(shape)]).reshape(shape), AXES)

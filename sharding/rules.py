@@ -96,6 +96,9 @@ def local_shape(
     for size, name, axes in zip(shape, logical_axes, mesh_axes(logical_axes, rules or AxisRules()), strict=True):
         parts = math.prod(getattr(sizes, axis) for axis in axes)
         if size % parts:
-            raise ValueError(f"{name} of size {size} cannot be split evenly over {parts} devices ({' x '.join(axes)})")
+            raise ValueError(
+                f"{name} of size {size} cannot be split evenly over {parts} devices ({' x '.join(axes)}); "
+                f"make their product a divisor of it, such as {math.gcd(size, parts)}"
+            )
         local.append(size // parts)
     return tuple(local)
