@@ -1,10 +1,13 @@
 """Strict settings for every test: no silent dtype or rank promotion, annotated shapes enforced, 8 simulated devices."""
 
+import os
+
 import hypothesis
 import jax
 import jaxtyping
 import pytest
 
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share one GPU
 jaxtyping.install_import_hook(["k3jax", "pallas_kernels", "sharding"], "beartype.beartype")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
