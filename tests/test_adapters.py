@@ -38,6 +38,7 @@ def adapted(recipe: str, *, shared: bool = False, trained: bool = True, seed: in
 
 
 run = nnx.jit(lambda layer, x: layer(x))
+routed = nnx.jit(lambda layer, x: layer.routed(x, layer.route(x)))
 
 
 def test_the_product_and_its_gradients_are_those_of_the_formula() -> None:
@@ -71,18 +72,18 @@ def test_the_product_and_its_gradients_are_those_of_the_formula() -> None:
 
 def test_adapters_change_nothing_until_they_are_trained() -> None:
     x = random_tokens((24, 128))
-    plain = run(random_layer(SMALL, "w4a8_fp8"), x)
-    assert_same_bits(run(adapted("w4a8_fp8", trained=False), x), plain)
+    assert_same_bits(routed(adapted("w4a8_fp8", trained=False), x), routed(random_layer(SMALL, "w4a8_fp8"), x))
 
 
 def test_adapters_that_experts_share_are_the_same_for_each() -> None:
-    layer, each, x = adapted("w4a16", shared=True), adapted("w4a16"), random_tokens((24, 128))
+    layer = adapted("w4a16", shared=True)
     assert layer.adapters is not None
-    assert each.adapters is not None
-    for name in NAMES:
-        matrices = getattr(layer.adapters, name)[...]
-        getattr(each.adapters, name).set_value(jnp.broadcast_to(matrices, (16, *matrices.shape[1:])))
-    assert relative_l2(run(layer, x), run(each, x)) < 1e-3
+    shared = layer.adapters.arrays()
+    each = jax.tree.map(lambda matrices: jnp.broadcast_to(matrices, (16, *matrices.shape[1:])), shared)
+    rows, sizes = random_tokens((24, 64)), jnp.array([5, 0, 9] + [0] * 13, jnp.int32)
+    first, second = (jax.jit(lambda a: a.of_rows(rows, sizes))(arrays)[:14] for arrays in (shared, each))
+    assert relative_l2(first, second) < 1e-3
+    assert np.any(np.asarray(first))
 
 
 def test_outputs_and_gradients_are_those_of_the_formula() -> None:
@@ -119,7 +120,7 @@ def test_merging_rounds_to_four_bits_and_says_what_that_lost() -> None:
     layer, before = adapted("w4a16"), random_layer(SMALL, "w4a16")
     assert layer.adapters is not None
     own, x = layer.adapters.arrays(), random_tokens((24, 128))
-    y = run(layer, x)
+    y = routed(layer, x)
     error = merge_adapters(layer)
     assert layer.adapters is None
     merged, old = layer.w2.get_value(), before.w2.get_value()
@@ -134,18 +135,17 @@ def test_merging_rounds_to_four_bits_and_says_what_that_lost() -> None:
     assert error.w13[3] == error.w2[3] == 0
     assert 0.02 < np.delete(error.w13, 3).min() < error.w13.max() < 0.2
     assert "on average" in str(error)
-    lost, added = relative_l2(run(layer, x), y), relative_l2(run(before, x), y)
-    assert lost < 0.2 < added, (lost, added)
+    lost, added = relative_l2(routed(layer, x), y), relative_l2(routed(before, x), y)
+    assert lost < added / 2, (lost, added)
 
 
 def test_adapters_keep_in_a_file_of_their_own(tmp_path: Path) -> None:
-    layer, x = adapted("w4a16", shared=True), random_tokens((4, 128))
+    layer = adapted("w4a16", shared=True)
     path = save_adapters(layer, tmp_path / "adapters.safetensors")
     other = random_layer(SMALL, "w4a16")
     load_adapters(other, path)
     for ours, theirs in zip(jax.tree.leaves(other), jax.tree.leaves(layer), strict=True):
         assert_same_bits(ours, theirs)
-    assert_same_bits(run(other, x), run(layer, x))
     assert [file.name for file in tmp_path.iterdir()] == ["adapters.safetensors"]
     with pytest.raises(ValueError, match="layer 1 has adapters: merge_adapters first"):
         save_layer(layer, tmp_path / "out", index=1, source=SMALL)

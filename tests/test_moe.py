@@ -95,7 +95,7 @@ def test_export_and_back() -> None:
     assert_same_bits(jax.export.deserialize(exported.serialize()).call(x), call(layer, x))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["w4a16"])  # every recipe's gradients: test_layer_gradient.py
 def test_the_gradient_of_x_against_finite_differences(recipe: str) -> None:
     """Central differences of the float64 oracle without any rounding, along random directions, picks held."""
     arrays = random_arrays(SMALL, recipe)

@@ -64,9 +64,10 @@ def start(params: Params, optimizer: optax.GradientTransformation) -> TrainState
     return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
 
-def make_step(
-    student: Student, optimizer: optax.GradientTransformation, power: Power, weights: LossWeights
-) -> Callable[[TrainState, Frozen, Batch], tuple[TrainState, dict[str, Array]]]:
+Step = Callable[[TrainState, Frozen, Batch], tuple[TrainState, dict[str, Array]]]
+
+
+def make_step(student: Student, optimizer: optax.GradientTransformation, power: Power, weights: LossWeights) -> Step:
     """`step(state, frozen, batch) -> (state, numbers)`, compiled; the old state's memory is taken over.
 
     Arrays of `batch` are `[A, T, ...]`: the gradient is the mean over A micro-batches of T tokens. The numbers are

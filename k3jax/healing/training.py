@@ -1,6 +1,7 @@
 """A run of healing: batches, steps, states on disk, and a report of how it goes. Deterministic, also after a resume."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from k3jax.healing.loss import LossWeights, Power
 from k3jax.healing.optimizer import Schedule
 from k3jax.healing.pairs import Pairs, batch_rows, stages_of
 from k3jax.healing.state_files import open_states
-from k3jax.healing.step import Frozen, Params, make_step, split, start
+from k3jax.healing.step import Frozen, Params, Step, Student, make_step, split, start
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
 
@@ -86,9 +87,8 @@ def train(
     if len(pairs) < plan.batch:
         raise ValueError(f"batch={plan.batch} tokens are more than the {len(pairs)} to train on")
     student, params, frozen = split(layer)
-    optimizer = plan.schedule.optimizer()
-    step = make_step(student, optimizer, power_of(pairs), plan.loss)
-    state = start(params, optimizer)
+    step = _compiled_step(student, plan.schedule, power_of(pairs), plan.loss)
+    state = start(params, plan.schedule.optimizer())
     history: History = []
     described = _described(plan, pairs, params, frozen)
     del params
@@ -102,6 +102,12 @@ def train(
             if files is not None and ((position + 1) % plan.save_every == 0 or position + 1 == plan.schedule.steps):
                 files.save(state, history)
     return Healed(student.layer(state.params, frozen), history, loop.tokens_per_second)
+
+
+@functools.lru_cache(maxsize=2)
+def _compiled_step(student: Student, schedule: Schedule, power: Power, loss: LossWeights) -> Step:
+    """One for equal runs of a process, so that a resumed one need not compile again."""
+    return make_step(student, schedule.optimizer(), power, loss)
 
 
 class _Loop:
