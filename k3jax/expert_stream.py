@@ -21,7 +21,6 @@ from k3jax.checkpoint.stream import Fill, ahead, fill
 from k3jax.checkpoint.tensor_table import EXPERTS
 from pallas_kernels import MXFP4Array, dequantize_nvfp4, quantize_mxfp4
 
-_PIECE = 32 << 20  # bytes read at a time straight to their place: small, so that no thread waits long for another
 _PARTS = {"w13": ("w1", "w3"), "w2": ("w2",)}
 # The tensors of a weight by how it is stored, and into how many elements of its rows they have one; 0 for a scalar.
 _TENSORS = {
@@ -96,8 +95,7 @@ class ExpertReader:
             return sum(item.target.nbytes for item in fills)
 
         total = sum(array.nbytes for raw in results for of_part in raw.values() for array in of_part.values())
-        pieces = Memory(min(memory.chunk_bytes, _PIECE), memory.depth)
-        _run(job, self._chunks(windows, pieces), pieces, total, progress)
+        _run(job, self._chunks(windows, memory), memory, total, progress)
         return results
 
     def read_through(

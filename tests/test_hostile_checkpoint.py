@@ -5,6 +5,7 @@ import copy
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +163,24 @@ def test_a_shard_that_shrinks_while_it_is_read(checkpoint: Path, tmp_path: Path)
         list(tensors.values())
     with pytest.raises(ValueError, match="was changed while it was being read"):
         tensors.require_unchanged()
+
+
+def test_a_shard_that_is_replaced_while_it_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    """By one with the same header, which threads that open it again must not take for it."""
+    shutil.copytree(checkpoint, tmp_path / "x")
+    tensors = Checkpoint.open(tmp_path / "x").read_layer(1)
+    for path in list((tmp_path / "x").glob("*.safetensors")):
+        shutil.copy(path, tmp_path / "other")
+        (tmp_path / "other").rename(path)
+    reads: list[BaseException | None] = []
+
+    def read() -> None:
+        try:
+            list(tensors.values())
+        except ValueError as error:
+            reads.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert "was replaced while it was being read" in str(reads[0])

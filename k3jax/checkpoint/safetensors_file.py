@@ -78,8 +78,7 @@ class TensorEntry:
 class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read a tensor to see that it is one
     """A checked safetensors file: a mapping from tensor name to a read-only array, read anew at each access.
 
-    The file stays open as long as the object lives, so that what was checked is what is read, whatever happens to its
-    name meanwhile.
+    The file stays open as long as the object lives, so that what was checked is what is read.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -88,8 +87,8 @@ class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read
         Raises FileNotFoundError when there is no such file, ValueError when it isn't a well-formed safetensors file.
         """
         self.path = Path(path)
-        self._descriptor = os.open(self.path, _OPEN_FLAGS)
-        weakref.finalize(self, os.close, self._descriptor)
+        self._of_thread = threading.local()
+        self._descriptor = self._open()
         self._status = os.fstat(self._descriptor)
         if not stat.S_ISREG(self._status.st_mode):
             raise ValueError(f"{self.path} is not a regular file; expected a safetensors file")
@@ -144,9 +143,10 @@ class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read
         """
         left = [memoryview(array.reshape(-1).view(np.uint8)) for array in arrays if array.nbytes]
         at = self.data_start + begin
+        descriptor = self._descriptor_of_thread()
         while left:
             try:
-                read = _read_at(self._descriptor, left[:_MAX_PARTS], at)
+                read = _read_at(descriptor, left[:_MAX_PARTS], at)
             except OSError as error:  # which does not name the file
                 raise OSError(error.errno, f"{error.strerror}, at byte {at}", str(self.path)) from error
             if read == 0:
@@ -156,6 +156,23 @@ class SafetensorsFile(Mapping):  # unsubscripted: annotation checkers would read
                 read -= len(left.pop(0))
             if read:
                 left[0] = left[0][read:]
+
+    def _open(self) -> int:
+        descriptor = os.open(self.path, _OPEN_FLAGS)
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
+
+    def _descriptor_of_thread(self) -> int:
+        """The file opened by this thread: a system reads ahead by descriptor, and threads that share one confuse it."""
+        if threading.current_thread() is threading.main_thread():
+            return self._descriptor
+        if not hasattr(self._of_thread, "descriptor"):
+            descriptor = self._open()
+            if not os.path.samestat(os.fstat(descriptor), self._status):
+                raise ValueError(f"{self.path} was replaced while it was being read; load it again")
+            self._of_thread.descriptor = descriptor
+        found: int = self._of_thread.descriptor
+        return found
 
     @property
     def size(self) -> int:
