@@ -69,7 +69,7 @@ def test_a_full_disk(source: Path, tmp_path: Path) -> None:
     failed = in_a_process(source, tmp_path / "out", first=limit)
     assert failed.returncode == 2, failed.stderr
     assert "could not be written" in failed.stderr
-    assert failed.stderr.startswith("error: ")  # orbax may log after it
+    assert any(line.startswith("error: ") for line in failed.stderr.splitlines())  # orbax may log around it
     assert converted_layers(tmp_path / "out") == []
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".layer")] == []
     run.convert(run.Request(source=source, target=tmp_path / "out"))
