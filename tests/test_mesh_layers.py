@@ -28,9 +28,14 @@ from k3jax.experts import RECIPES
 from k3jax.reference import oracle_trace
 from sharding import make_mesh
 
-# Where weights are plain, and where a token has one scale, nothing differs but what these three do.
+# Where weights are plain, and where a token has one scale, nothing differs but what these three do. `-m slow` runs the
+# others too.
 OTHERS = ("replicated-ep2-tp4", "gather-dp2-ep2-tp2-split", "per-rank-dp2-ep4-bf16")
-MATRIX = [(name, recipe) for recipe in RECIPES for name in (LAYOUTS if recipe in ("w4a16", "w4a8") else OTHERS)]
+MATRIX = [
+    pytest.param(name, recipe, marks=() if recipe in ("w4a16", "w4a8") or name in OTHERS else pytest.mark.slow)
+    for recipe in RECIPES
+    for name in LAYOUTS
+]
 
 
 @pytest.mark.parametrize(("name", "recipe"), MATRIX)
