@@ -1,5 +1,6 @@
 """Strict settings for every test: no silent dtype or rank promotion, annotated shapes enforced, 8 simulated devices."""
 
+import gc
 import os
 
 import hypothesis
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in absent.items():
             if item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_files_are_settled() -> None:
+    """What earlier files compiled and keep is not searched again whenever the code under test collects garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
