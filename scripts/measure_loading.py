@@ -10,6 +10,7 @@ free memory back finds new pages more slowly than its disk reads, and dd needs h
 The peak of the host's memory is the process's own, less what it held before and less the layer on a CPU.
 """
 
+import functools
 import gc
 import os
 import resource
@@ -91,7 +92,7 @@ def _measure(source: Path, repeats: int) -> dict[str, Any]:
         kinds.append(("w4a16", None))  # this device's kernel's layout
     for recipe, implementation in kinds:
         load(recipe, implementation)
-        seconds = [_seconds(lambda r=recipe, i=implementation: load(r, i)) for _ in range(repeats)]  # type: ignore[misc]
+        seconds = [_seconds(functools.partial(load, recipe, implementation)) for _ in range(repeats)]
         record(f"load, warm, {recipe}, {implementation or 'the fastest kernel'}", seconds)
     if jax.devices()[0].platform == "cpu":
         record("to mosaic's layout on this CPU, from memory", [_seconds(_lay_out(load))])
