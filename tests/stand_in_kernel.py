@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import KernelWeights, from_kernel_layout, select
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_hopper
-from pallas_kernels.row_kernels import mosaic_hopper as row_kernels
+from pallas_kernels.row_kernels import mosaic_rows as row_kernels
 
 
 def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What of the Hopper kernels for rows a CPU can show: under every transformation they have the formulas' shapes.
+"""What of Mosaic's kernels for rows a CPU can show: under every transformation they have the formulas' shapes.
 
 Their numbers are in test_row_kernels_gpu.py, their programs in tests/aot.
 """
@@ -11,16 +11,16 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import Situ, quantize_fp8_token, quantize_mxfp8, situ_and_mul
-from pallas_kernels.row_kernels import mosaic_hopper
+from pallas_kernels.row_kernels import mosaic_rows
 
 Function = Callable[[jax.Array], Any]
 PAIRS: dict[str, tuple[Function, Function]] = {
     "situ": (
-        lambda x: mosaic_hopper.gated(Situ(4.0, 25.0), x),
+        lambda x: mosaic_rows.gated(Situ(4.0, 25.0), x),
         lambda x: situ_and_mul(x, beta=4.0, linear_beta=25.0, implementation="xla"),
     ),
-    "blocks": (mosaic_hopper.quantize_mxfp8, lambda x: quantize_mxfp8(x, implementation="xla")),
-    "tokens": (mosaic_hopper.quantize_fp8_token, lambda x: quantize_fp8_token(x, implementation="xla")),
+    "blocks": (mosaic_rows.quantize_mxfp8, lambda x: quantize_mxfp8(x, implementation="xla")),
+    "tokens": (mosaic_rows.quantize_fp8_token, lambda x: quantize_fp8_token(x, implementation="xla")),
 }
 
 

@@ -23,7 +23,7 @@ from pallas_kernels import (
     situ_and_mul,
     swiglu_and_mul,
 )
-from pallas_kernels.row_kernels.mosaic_hopper import dequantize_mxfp8
+from pallas_kernels.row_kernels.mosaic_rows import dequantize_mxfp8
 
 pytestmark = pytest.mark.gpu
 KIMI = Situ(4.0, 25.0)

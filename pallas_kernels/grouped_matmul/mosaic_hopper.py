@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul.hopper import products
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
-from pallas_kernels.row_kernels.mosaic_hopper import dequantize_mxfp8
+from pallas_kernels.row_kernels.mosaic_rows import dequantize_mxfp8
 from pallas_kernels.situ import Activation
 
 _LEAST_ROWS = 32  # rows of the largest tensor copy

@@ -8,9 +8,9 @@ IMPLEMENTATIONS = ("mosaic", "triton")
 def of(implementation: str) -> Any:
     """The module of these kernels, imported when one of them is wanted: that takes a second, and only GPUs need it."""
     if implementation == "mosaic":
-        from pallas_kernels.row_kernels import mosaic_hopper
+        from pallas_kernels.row_kernels import mosaic_rows
 
-        return mosaic_hopper
+        return mosaic_rows
     from pallas_kernels.row_kernels import triton_rows
 
     return triton_rows

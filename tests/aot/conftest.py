@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from compiled_mosaic import ARCHITECTURES, TARGET_VARIABLE, Target
 from jax.experimental import topologies
 
 jax.config.update("jax_platforms", "cpu")
@@ -68,3 +69,10 @@ def gpus() -> Callable[[str, int], list[jax.Device]]:
 def hopper(gpus: Callable[[str, int], list[jax.Device]]) -> jax.sharding.Mesh:
     """A mesh of one H200 that exists on paper."""
     return jax.sharding.Mesh(gpus("hopper", 1), ("device",))
+
+
+@pytest.fixture(scope="session")
+def target(gpus: Callable[[str, int], list[jax.Device]]) -> Target:
+    """What Mosaic compiles for in this process, which can be one architecture only: Hopper if nothing else is asked."""
+    kind = os.environ.get(TARGET_VARIABLE, "hopper")
+    return Target(ARCHITECTURES[kind], jax.sharding.Mesh(gpus(kind, 1), ("device",)))

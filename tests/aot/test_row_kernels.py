@@ -1,4 +1,4 @@
-"""The Hopper kernels for activations and quantisers, compiled without a GPU: what they must have, and what not."""
+"""Mosaic's kernels for activations and quantisers, compiled without a GPU: what they must have, and what not."""
 
 import functools
 import re
@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 from annotations import unchecked_annotations
+from compiled_mosaic import Target
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import MXFP8Array, Situ, SwiGLU
-from pallas_kernels.row_kernels import mosaic_hopper
+from pallas_kernels.row_kernels import mosaic_rows
 
 WIDE = "ld.global.nc.L1::no_allocate.v4.b32"
 QUANTISED = "cvt.rn.satfinite.e4m3x2"
@@ -23,13 +24,13 @@ CHOSEN = {"copysign", "ex2.approx", QUANTISED, DECODED}  # what tells the kernel
 Rows = Callable[[Any], Any]
 # In tuples: a test's name must not depend on a set's order, which differs from process to process.
 CASES: list[tuple[Rows, tuple[int, ...], tuple[str, ...]]] = [
-    (functools.partial(mosaic_hopper.gated, Situ(4.0, 25.0)), (16384, 6144), ("copysign", "ex2.approx")),
-    (functools.partial(mosaic_hopper.gated, SwiGLU()), (2, 5, 48), ("ex2.approx",)),
-    (mosaic_hopper.quantize_mxfp8, (16384, 3584), (QUANTISED,)),
-    (mosaic_hopper.quantize_fp8_token, (16384, 3584), (QUANTISED,)),
-    (mosaic_hopper.quantize_fp8_token, (3, 8192), (QUANTISED,)),  # the longest row that a warp holds
-    (jax.vmap(mosaic_hopper.quantize_fp8_token), (2, 5, 40), (QUANTISED,)),
-    (mosaic_hopper.dequantize_mxfp8, (16384, 3584), (DECODED,)),
+    (functools.partial(mosaic_rows.gated, Situ(4.0, 25.0)), (16384, 6144), ("copysign", "ex2.approx")),
+    (functools.partial(mosaic_rows.gated, SwiGLU()), (2, 5, 48), ("ex2.approx",)),
+    (mosaic_rows.quantize_mxfp8, (16384, 3584), (QUANTISED,)),
+    (mosaic_rows.quantize_fp8_token, (16384, 3584), (QUANTISED,)),
+    (mosaic_rows.quantize_fp8_token, (3, 8192), (QUANTISED,)),  # the longest row that a warp holds
+    (jax.vmap(mosaic_rows.quantize_fp8_token), (2, 5, 40), (QUANTISED,)),
+    (mosaic_rows.dequantize_mxfp8, (16384, 3584), (DECODED,)),
 ]
 
 
@@ -38,14 +39,14 @@ def test_one_pass_over_the_rows_without_products_or_spills(
     function: Rows,
     shape: tuple[int, ...],
     instructions: tuple[str, ...],
-    hopper: jax.sharding.Mesh,
+    target: Target,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    sharding = NamedSharding(hopper, PartitionSpec())
+    sharding = NamedSharding(target.mesh, PartitionSpec())
     x: Any = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
-    with jax.set_mesh(hopper), unchecked_annotations():
+    with jax.set_mesh(target.mesh), unchecked_annotations():
         if DECODED in instructions:
             values: Any = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn, sharding=sharding)
             scales: Any = jax.ShapeDtypeStruct((*shape[:-1], shape[-1] // 32), jnp.uint8, sharding=sharding)
@@ -54,7 +55,7 @@ def test_one_pass_over_the_rows_without_products_or_spills(
     (ptx,) = (file.read_text() for file in tmp_path.glob("*.ptx"))
     (report,) = (file.read_text() for file in tmp_path.glob("*.ptxas"))
 
-    assert ".target sm_90a" in ptx
+    assert f".target {target.architecture}" in ptx
     assert "mma" not in ptx
     assert {name for name in CHOSEN if name in ptx} == set(instructions)
     # Sixteen bytes of bfloat16 a load or a store, and nothing else is read.

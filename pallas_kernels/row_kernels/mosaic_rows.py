@@ -1,8 +1,8 @@
-"""Gated activations and quantisers on Hopper (sm_90a), in Pallas's Mosaic GPU: rows read once, results written once.
+"""Gated activations and quantisers on Hopper (sm_90a) and Blackwell (sm_100a), in Pallas's Mosaic GPU.
 
-What limits them is memory, so nothing is staged: a thread loads 16 bytes at a time, several loads before the first use,
-and stores what it made of them. A scale of 32 columns is agreed on by the four lanes that hold them, a token's by the
-warp that holds the whole row in registers.
+Rows are read once and results written once. What limits that is memory, so nothing is staged: a thread loads 16 bytes
+at a time, several loads before the first use, and stores what it made of them. A scale of 32 columns is agreed on by
+the four lanes that hold them, a token's by the warp that holds the whole row in registers.
 """
 
 import functools
