@@ -204,8 +204,10 @@ def convert(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ and quantize.")] = "w13,w2",
+    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize and layer.")] = "w13,w2",
     rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",
+    tokens: Annotated[str, typer.Option(metavar="T,...", help="Tokens of op layer.")] = "1,8,64,256,1024,8192",
+    breakdown: Annotated[bool, typer.Option("--breakdown", help="Time every stage of op layer.")] = False,
     groups: Annotated[int, typer.Option(help="Experts on this device.")] = 112,
     distribution: Annotated[
         str, typer.Option(metavar="D,...", help="Rows over experts: uniform, zipf (1/rank), hot (half on one).")
@@ -221,6 +223,9 @@ def bench(
     ] = None,
     hidden: Annotated[int, typer.Option(help="Length of an expert's input and output row.")] = 3584,
     width: Annotated[int, typer.Option(help="Width of an expert.")] = 3072,
+    model: Annotated[int, typer.Option(help="Length of a token, of op layer.")] = 7168,
+    picks: Annotated[int, typer.Option(help="Experts that a token goes to, of op layer.")] = 16,
+    shared: Annotated[int, typer.Option(min=0, help="Shared experts, of op layer.")] = 2,
     repeats: Annotated[int, typer.Option(help="Timed calls of each row of the table.")] = 30,
     timer: Annotated[
         Literal["device", "wall"] | None,
@@ -229,7 +234,7 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Of the random operands and of which experts are busy.")] = 0,
     json: JsonOption = None,
 ) -> None:
-    """Time the experts' products, SiTU and the quantisers at Kimi K3's sizes, beside what the device can do."""
+    """Time the experts' products, SiTU, the quantisers or the layer at Kimi K3's sizes, beside the device's limits."""
     with _errors_in_words():
         if peers:  # their process needs some of the GPU's memory, which JAX would take whole
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -254,6 +259,11 @@ def bench(
             repeats=repeats,
             timer=timer,
             seed=seed,
+            tokens=_numbers("--tokens", tokens),
+            model=model,
+            picks=picks,
+            shared=shared,
+            breakdown=breakdown,
         )
         cases = run.plan(request)
 

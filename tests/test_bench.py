@@ -20,7 +20,7 @@ from k3jax.cli import app
 
 SMALL = ("--groups", 4, "--hidden", 64, "--width", 96, "--repeats", 2)
 KEYS = {"op", "recipe", "implementation", "groups", "rows", "distribution", "us", "us_min", "us_max"}
-KEYS |= {"tflops", "tbs", "roof_us", "device", "jax"}
+KEYS |= {"tflops", "tbs", "roof_us", "compile_s", "device", "jax", "ceilings"}
 CEILINGS = {"read": 4.37e12, "copy": 3.26e12, "bf16": 744e12, "fp8": 1445e12}
 
 
@@ -148,6 +148,7 @@ def test_every_op_and_recipe(tmp_path: Path) -> None:
         assert "humming_us" not in row
         assert 0 < row["us_min"] <= row["us"] <= row["us_max"]
         assert row["roof_us"] > 0
+        assert row["compile_s"] > 0
         assert row["tbs"] > 0
         assert (row["implementation"], row["timer"], row["jax"]) == ("xla", "wall", jax.__version__)
         product = row["op"] in ("w13", "w2")
@@ -159,6 +160,7 @@ def test_every_op_and_recipe(tmp_path: Path) -> None:
         assert (row["quantized_out_us"] is not None) == (quantized and row["op"] == "w13")
     assert "w13 + SiTU, xla: 4 experts, [rows, 64] x [192, 64]" in done.stdout
     assert "40 uniform w4a8_fp8" in done.stdout
+    assert "compile s" in done.stdout
     assert "wall time, launches included" in done.stdout
     assert "…" not in done.stdout, "80 columns hold everything"
 
@@ -264,7 +266,7 @@ def test_the_peers_program_needs_no_jax(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "w14"), "op 'w14' is not one of w13, w2, situ, quantize"),
+        (("--op", "w14"), "op 'w14' is not one of w13, w2, situ, quantize, layer"),
         (("--recipe", "w4a4"), "recipe 'w4a4' is not one of bf16, w4a16, w4a8, w4a8_fp8"),
         (("--op", "quantize", "--recipe", "bf16"), "op quantize has the recipes w4a8, w4a8_fp8, not bf16"),
         (("--distribution", "even"), "distribution 'even' is not one of uniform, zipf, hot"),
@@ -296,7 +298,8 @@ def test_device_times_need_a_gpu() -> None:
 
 def test_options_reach_the_plan() -> None:
     request: dict[str, Any] = {"ops": ("w2",), "recipes": ("w4a16",), "rows": (1, 2), "distributions": ("zipf", "hot")}
-    cases = run.plan(run.Request(**request, groups=896, seed=7))
+    planned = run.plan(run.Request(**request, groups=896, seed=7))
+    cases = [case for case in planned if isinstance(case, Case)]
     assert [(case.distribution, case.rows) for case in cases] == [("zipf", 1), ("zipf", 2), ("hot", 1), ("hot", 2)]
     assert {(case.groups, case.seed, case.hidden, case.width) for case in cases} == {(896, 7, 3584, 3072)}
     defaults = run.plan(run.Request())

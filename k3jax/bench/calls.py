@@ -1,6 +1,8 @@
 """The operands and calls behind a row of `k3jax bench`. Random numbers always: zeros run faster than real data."""
 
+import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +25,27 @@ from pallas_kernels import (
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 
-Call = Callable[[], Any]
-
 KIMI = Situ(4.0, 25.0)
 _CHECKED_ROWS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program and the operands to call it with. `compile_s`: seconds of tracing, lowering and compiling."""
+
+    executable: Callable[..., Any]
+    operands: tuple[Any, ...]
+    compile_s: float
+
+    def __call__(self) -> Any:
+        return self.executable(*self.operands)
+
+
+def compiled(function: Callable[..., Any], *operands: Any) -> Program:
+    """`function` compiled for `operands`: for the first time, unless a cache on disk is on."""
+    start = time.perf_counter()
+    executable = jax.jit(function).lower(*operands).compile()
+    return Program(executable, operands, time.perf_counter() - start)
 
 
 def make_rows(case: Case) -> BFloat16[Array, "rows depth"]:
@@ -44,7 +63,7 @@ def make_experts(case: Case) -> MXFP4Array:
 def expert_weights(experts: MXFP4Array, case: Case, implementation: str | None) -> Weights:
     """The experts as `implementation` takes them for the case's recipe."""
     if case.recipe == "bf16":
-        return _dequantized(experts)
+        return plain_experts(experts)
     return lay_out(experts, recipe=case.recipe, gated=case.op == "w13", implementation=implementation)
 
 
@@ -56,30 +75,29 @@ def quantized_rows(case: Case, rows: Array) -> Any:
 
 def product_call(
     case: Case, x: Any, w: Weights, *, implementation: str, out_format: str = "bf16", quantize: bool = False
-) -> Call:
+) -> Program:
     """The op on `x` and `w`, compiled as one program; with `quantize`, that of the bfloat16 rows `x` is part of it."""
     quantizer = RECIPES[case.recipe].quantize if quantize else None
     sizes = jnp.asarray(case.group_sizes)
     activation = KIMI if case.op == "w13" else None
 
-    @jax.jit
     def product(x: Any, w: Any, sizes: Array) -> Any:
         rows = x if quantizer is None else quantizer(x)
         return grouped_matmul(
             rows, w, sizes, activation=activation, out_format=out_format, implementation=implementation
         )
 
-    return functools.partial(product, x, w, sizes)
+    return compiled(product, x, w, sizes)
 
 
-def elementwise_call(case: Case, x: Array, implementation: str) -> Call:
+def elementwise_call(case: Case, x: Array, implementation: str) -> Program:
     """SiTU of rows of gate and up, or a quantiser."""
     operation: Callable[..., Any]
     if case.op == "situ":
         operation = functools.partial(situ_and_mul, beta=KIMI.beta, linear_beta=KIMI.linear_beta)
     else:
         operation = quantize_mxfp8 if case.recipe == "w4a8" else quantize_fp8_token
-    return functools.partial(jax.jit(functools.partial(operation, implementation=implementation)), x)
+    return compiled(functools.partial(operation, implementation=implementation), x)
 
 
 def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:
@@ -112,7 +130,8 @@ def _random_experts(keys: Array, columns: int, depth: int) -> MXFP4Array:
 
 
 @jax.jit
-def _dequantized(experts: MXFP4Array) -> Array:
+def plain_experts(experts: MXFP4Array) -> Array:
+    """The experts in bfloat16."""
     return jax.lax.map(lambda expert: expert.dequantize(jnp.bfloat16), experts)
 
 

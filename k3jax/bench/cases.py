@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 
 GEMMS = ("w13", "w2")
-OPS = (*GEMMS, "situ", "quantize")
+OPS = (*GEMMS, "situ", "quantize", "layer")
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")
 DISTRIBUTIONS = ("uniform", "zipf", "hot")
 
@@ -18,7 +18,8 @@ WIDTH = 3072
 GROUPS = 112
 ROWS = (128, 2048, 16384, 65536)
 
-_WEIGHT_BYTES = {"bf16": 2.0, "w4a16": 17 / 32, "w4a8": 17 / 32, "w4a8_fp8": 17 / 32}  # of one weight, scales included
+WEIGHT_BYTES = {"bf16": 2.0, "w4a16": 17 / 32, "w4a8": 17 / 32, "w4a8_fp8": 17 / 32}  # of one weight, scales included
+RATES = {"bf16": "bf16", "w4a16": "bf16", "w4a8": "bf16", "w4a8_fp8": "fp8"}  # the tensor cores that a recipe can use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Case:
         """Bytes of the experts that have rows."""
         if self.op not in GEMMS:
             return 0.0
-        return np.count_nonzero(self.group_sizes) * self.columns * self.depth * _WEIGHT_BYTES[self.recipe]
+        return np.count_nonzero(self.group_sizes) * self.columns * self.depth * WEIGHT_BYTES[self.recipe]
 
     @property
     def bytes(self) -> float:
@@ -73,14 +74,16 @@ class Case:
         if self.op == "situ":
             return 2.0 * self.rows * (self.depth + self.width)
         if self.op == "quantize":
-            return 2.0 * self.rows * self.depth + self.rows * self._quantised_row_bytes
+            return self.rows * (2.0 * self.depth + quantised_row_bytes(self.recipe, self.depth))
         result = self.width if self.op == "w13" else self.hidden
-        row_bytes = 2.0 * self.depth if self.recipe in ("bf16", "w4a16") else self._quantised_row_bytes
-        return self.weight_bytes + self.rows * (row_bytes + 2.0 * result)
+        return self.weight_bytes + self.rows * (quantised_row_bytes(self.recipe, self.depth) + 2.0 * result)
 
-    @property
-    def _quantised_row_bytes(self) -> float:
-        return self.depth + (4.0 if self.recipe == "w4a8_fp8" else self.depth / 32)
+
+def quantised_row_bytes(recipe: str, length: int) -> float:
+    """Of a row as the recipe's products read it, scales included."""
+    if recipe in ("bf16", "w4a16"):
+        return 2.0 * length
+    return length + (4.0 if recipe == "w4a8_fp8" else length / 32)
 
 
 def group_sizes(rows: int, groups: int, distribution: str, seed: int = 0) -> np.ndarray:

@@ -2,13 +2,15 @@
 
 import itertools
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.layer_console import layer_tables
+from k3jax.bench.layer_run import LayerResult
 from k3jax.bench.run import ERROR_LIMITS, Result, Run
+from k3jax.bench.tables import short, table, us
 
 _UNITS = {"read": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
 
@@ -22,49 +24,51 @@ def print_bench(console: Console, run: Run) -> None:
     """The device, its ceilings, a table an op, what was timed beside it, and what is missing or wrong."""
     console.print(Text(f"Runs on   {run.device}, jax {run.jax}"), soft_wrap=True)
     console.print(Text(f"us        median {_TIMERS[run.timer]}"), soft_wrap=True)
-    ceilings = ", ".join(f"{name} {_short(value / 1e12)} {_UNITS[name]}" for name, value in run.ceilings.items())
+    ceilings = ", ".join(f"{name} {short(value / 1e12)} {_UNITS[name]}" for name, value in run.ceilings.items())
     console.print(Text(f"Ceilings  {ceilings}, through XLA, in this run"), soft_wrap=True)
     for op, results in itertools.groupby(run.results, lambda result: result.case.op):
         same = list(results)
         console.print()
-        console.print(_figures(op, same))
-        beside = _beside(op, same)
-        if beside.columns[1:]:
-            console.print(beside)
+        layers = [result for result in same if isinstance(result, LayerResult)]
+        products = [result for result in same if isinstance(result, Result)]
+        for made in layer_tables(layers) if layers else (_figures(op, products), _beside(op, products)):
+            console.print(made)
     for note in run.notes:
         console.print(Text(note, "yellow"), soft_wrap=True)
     for result in run.results:
-        if not result.ok:
+        if isinstance(result, Result) and not result.ok:
             console.print(Text(_wrong(result), "bold red"), soft_wrap=True)
 
 
 def _figures(op: str, results: list[Result]) -> Table:
-    table = _table(_title(op, results))
+    made = table(_title(op, results), "rows")
     for heading in ("us", "min-max", "TFLOP/s", "TB/s", "% roof", "x xla", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        made.add_column(heading, justify="right", no_wrap=True)
     for result in results:
         timing = result.timing
-        table.add_row(
+        made.add_row(
             _label(result.case),
-            _us(timing.us),
-            f"{_us(timing.us_min)}-{_us(timing.us_max)}",
-            _short(result.tflops),
-            _short(result.tbs),
-            _short(100 * result.roof_us / timing.us),
-            "-" if result.xla_us is None else _short(result.xla_us / timing.us),
+            us(timing.us),
+            f"{us(timing.us_min)}-{us(timing.us_max)}",
+            short(result.tflops),
+            short(result.tbs),
+            short(100 * result.roof_us / timing.us),
+            "-" if result.xla_us is None else short(result.xla_us / timing.us),
             "-" if result.error is None else f"{result.error:.1e}".replace("e-0", "e-"),
         )
-    return table
+    return made
 
 
 def _beside(op: str, results: list[Result]) -> Table:
-    """Variants and peers in microseconds, a peer's with ours over it; only columns that hold something."""
-    table = _table(f"{op}, beside it: us, and ours / theirs")
-    columns: dict[str, list[str]] = {"from bf16": [], "fp8 out": [], "Humming": [], "e4m3 in": [], "tokamax": []}
+    """Compilation, variants and peers, a peer's with ours over it; of the latter only columns that hold something."""
+    made = table(f"{op}, beside it: us, and ours / theirs", "rows")
+    headings = ("compile s", "from bf16", "fp8 out", "Humming", "e4m3 in", "tokamax")
+    columns: dict[str, list[str]] = {heading: [] for heading in headings}
     for result in results:
         ours = result.timing.us
         whole = result.from_bf16_us or ours  # Humming's from bfloat16 rows includes their quantisation
         cells = (
+            short(result.compile_s),
             _beside_cell(result.from_bf16_us),
             _beside_cell(result.quantized_out_us),
             _beside_cell(result.peers.get("humming_us"), whole),
@@ -75,22 +79,16 @@ def _beside(op: str, results: list[Result]) -> Table:
             column.append(cell)
     shown = {heading: column for heading, column in columns.items() if set(column) != {"-"}}
     for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=True)
+        made.add_column(heading, justify="right", no_wrap=True)
     for index, result in enumerate(results):
-        table.add_row(_label(result.case), *(column[index] for column in shown.values()))
-    return table
+        made.add_row(_label(result.case), *(column[index] for column in shown.values()))
+    return made
 
 
-def _beside_cell(us: float | None, ours: float | None = None) -> str:
-    if us is None:
+def _beside_cell(theirs: float | None, ours: float | None = None) -> str:
+    if theirs is None:
         return "-"
-    return _us(us) if ours is None else f"{_us(us)} {ours / us:.2f}"
-
-
-def _table(title: str) -> Table:
-    table = Table(title=Text(title, "bold"), title_justify="left", box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    table.add_column("rows", no_wrap=True)
-    return table
+    return us(theirs) if ours is None else f"{us(theirs)} {ours / theirs:.2f}"
 
 
 def _title(op: str, results: list[Result]) -> str:
@@ -104,17 +102,6 @@ def _title(op: str, results: list[Result]) -> str:
 
 def _label(case: Case) -> str:
     return " ".join(filter(None, (f"{case.rows:>6}", case.distribution, case.recipe)))
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _short(value: float | None) -> str:
-    """Three digits, as far as they are worth showing."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def _wrong(result: Result) -> str:

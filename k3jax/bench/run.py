@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.bench import calls
-from k3jax.bench.cases import DISTRIBUTIONS, GEMMS, GROUPS, HIDDEN, OPS, RECIPES, ROWS, WIDTH, Case
+from k3jax.bench import calls, layer_run
+from k3jax.bench.cases import DISTRIBUTIONS, GEMMS, GROUPS, HIDDEN, OPS, RATES, RECIPES, ROWS, WIDTH, Case
+from k3jax.bench.layer_cases import MODEL, PICKS, SHARED, TOKENS, LayerCase
+from k3jax.bench.layer_run import LayerResult
 from k3jax.bench.peers import Peers
 from k3jax.bench.timing import CEILINGS, Stopwatch, Timer, Timing, default_timer, measure_ceiling
 from k3jax.experts import RECIPES as EXPERT_RECIPES
@@ -23,9 +25,8 @@ Progress = Callable[[int, int, str], None]
 
 XLA_LIMIT = 1.0  # seconds of one call beyond which the `xla` implementation is not worth timing
 ERROR_LIMITS = {"bf16": 2e-3, "w4a16": 2e-3, "w4a8": 3e-3, "w4a8_fp8": 3e-3}  # relative L2
-_RATE = {"bf16": "bf16", "w4a16": "bf16", "w4a8": "bf16", "w4a8_fp8": "fp8"}  # the tensor cores that a recipe can use
 _QUANTIZERS = {"w4a8": "quantize_mxfp8", "w4a8_fp8": "quantize_fp8_token"}
-_OP_RECIPES = {"w13": RECIPES, "w2": RECIPES, "situ": ("bf16",), "quantize": ("w4a8", "w4a8_fp8")}
+_OP_RECIPES = dict.fromkeys((*GEMMS, "layer"), RECIPES) | {"situ": ("bf16",), "quantize": ("w4a8", "w4a8_fp8")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,8 @@ class Request:
         implementation: None for the fastest that runs here.
         compare_xla: whether to time the `xla` implementation beside another.
         peers: whether to time Humming, in a process of `peer_python`, and tokamax.
+        tokens, model, picks, shared, breakdown: of op "layer" alone: its sizes, see `LayerCase`, and whether to time
+            every stage.
     """
 
     ops: tuple[str, ...] = GEMMS
@@ -53,6 +56,11 @@ class Request:
     repeats: int = 30
     timer: Timer | None = None
     seed: int = 0
+    tokens: tuple[int, ...] = TOKENS
+    model: int = MODEL
+    picks: int = PICKS
+    shared: int = SHARED
+    breakdown: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +74,7 @@ class Result:
         from_bf16_us: the same op with the quantisation of its rows inside.
         quantized_out_us: the same op with its result quantised for the next product.
         xla_us: the `xla` implementation on the same rows.
+        compile_s: seconds that compiling the op took.
         peers: others' figures, by their name in the JSON; empty where none were asked for.
     """
 
@@ -73,6 +82,7 @@ class Result:
     implementation: str
     timing: Timing
     roof_us: float
+    compile_s: float
     error: float | None = None
     from_bf16_us: float | None = None
     quantized_out_us: float | None = None
@@ -101,7 +111,7 @@ class Run:
     jax: str
     timer: Timer
     ceilings: dict[str, float]
-    results: tuple[Result, ...]
+    results: tuple[Result | LayerResult, ...]
     notes: tuple[str, ...]
 
     @property
@@ -109,7 +119,7 @@ class Run:
         return all(result.ok for result in self.results)
 
 
-def plan(request: Request) -> tuple[Case, ...]:
+def plan(request: Request) -> tuple[Case | LayerCase, ...]:
     """The cases of a request, op by op and recipe by recipe.
 
     Raises:
@@ -120,9 +130,14 @@ def plan(request: Request) -> tuple[Case, ...]:
     _require_names("recipe", request.recipes or (), RECIPES)
     _require_names("distribution", request.distributions, DISTRIBUTIONS)
     numbers = {"rows": min(request.rows), "groups": request.groups, "repeats": request.repeats}
+    numbers |= {"tokens": min(request.tokens), "model": request.model, "picks": request.picks}
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if "layer" in request.ops and request.picks > request.groups:
+        raise ValueError(f"picks={request.picks} of a token exceed groups={request.groups}: they are distinct experts")
+    if request.ops == ("layer",) and request.distributions != ("uniform",):
+        raise ValueError("op layer spreads picks evenly: --distribution is for w13 and w2")
     for name, size in (("hidden", request.hidden), ("width", request.width)):
         if size < 32 or size % 32:
             raise ValueError(f"{name}={size} must be a multiple of 32, the length of a block")
@@ -132,22 +147,23 @@ def plan(request: Request) -> tuple[Case, ...]:
     return cases
 
 
-def choose(case: Case, implementation: str | None) -> str:
+def choose(case: Case | LayerCase, implementation: str | None) -> str:
     """The implementation that would run a case on experts in the layout that this one wants.
 
     Raises:
         NotImplementedError: the named implementation cannot run it.
     """
     weights = None
-    if case.recipe == "bf16" and case.op in GEMMS:  # plain: there is no layout to choose
-        weights = jax.ShapeDtypeStruct((case.groups, case.columns, case.depth), jnp.bfloat16)
-    op = "grouped_matmul" if case.op in GEMMS else "situ_and_mul" if case.op == "situ" else _QUANTIZERS[case.recipe]
+    product = isinstance(case, LayerCase) or case.op in GEMMS
+    if case.recipe == "bf16" and product:  # plain: there is no layout to choose
+        weights = jax.ShapeDtypeStruct((case.groups, 2 * case.width, case.hidden), jnp.bfloat16)
+    op = "grouped_matmul" if product else "situ_and_mul" if case.op == "situ" else _QUANTIZERS[case.recipe]
     return explain(op, implementation=implementation, w=weights).chosen
 
 
 def run(
     request: Request,
-    cases: tuple[Case, ...],
+    cases: tuple[Case | LayerCase, ...],
     progress: Progress = lambda done, total, what: None,
     keep: Callable[[Run], None] = lambda so_far: None,
 ) -> Run:
@@ -157,7 +173,8 @@ def run(
         NotImplementedError: the implementation cannot take these weights.
         OSError: the GPU's profile does not show the calls.
     """
-    peers = Peers(cases if request.peers else ())
+    products = tuple(case for case in cases if isinstance(case, Case))
+    peers = Peers(products if request.peers else ())
     progress(0, len(cases), "Humming" if request.peers else "")
     peers.time_humming(request.peer_python)  # first: it needs memory that JAX would keep for itself
     stopwatch = Stopwatch(request.repeats, request.timer or default_timer())
@@ -168,7 +185,8 @@ def run(
     so_far = Run(device, jax.__version__, stopwatch.timer, ceilings, (), tuple(peers.notes))
     for _, same in itertools.groupby(cases, lambda case: (case.op, case.recipe)):
         for result in _timed(tuple(same), request, stopwatch, ceilings):
-            result = dataclasses.replace(result, peers=peers.figures(result.case) if request.peers else {})
+            if isinstance(result, Result) and request.peers:
+                result = dataclasses.replace(result, peers=peers.figures(result.case))
             so_far = dataclasses.replace(so_far, results=(*so_far.results, result))
             progress(len(so_far.results), len(cases), f"{result.case.op} {result.case.recipe}")
             keep(so_far)
@@ -177,25 +195,30 @@ def run(
 
 def as_json(run: Run) -> list[dict[str, Any]]:
     """One object a case."""
-    return [_flat(result, run) for result in run.results]
+    machine = {"device": run.device, "jax": run.jax, "ceilings": run.ceilings}
+    return [(result.flat() if isinstance(result, LayerResult) else _flat(result)) | machine for result in run.results]
 
 
 def roof_us(case: Case, ceilings: dict[str, float]) -> float:
     """Microseconds below which no version of a case can get: of its bytes or of its operations, the longer."""
     if case.op not in GEMMS:
         return case.bytes / ceilings["copy"] * 1e6
-    return max(case.bytes / ceilings["read"], case.flop / ceilings[_RATE[case.recipe]]) * 1e6
+    return max(case.bytes / ceilings["read"], case.flop / ceilings[RATES[case.recipe]]) * 1e6
 
 
-def _cases(request: Request, op: str) -> Iterator[Case]:
+def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
     possible = _OP_RECIPES[op]
-    recipes = possible if op not in GEMMS else RECIPES[1:]
+    recipes = possible if op not in (*GEMMS, "layer") else RECIPES[1:]
     if request.recipes is not None and op != "situ":
         recipes = tuple(recipe for recipe in request.recipes if recipe in possible)
         if not recipes:
             raise ValueError(f"op {op} has the recipes {', '.join(possible)}, not {', '.join(request.recipes)}")
     grouped = op in GEMMS
     for recipe in recipes:
+        if op == "layer":
+            sizes = {name: getattr(request, name) for name in ("groups", "picks", "model", "hidden", "width", "shared")}
+            yield from (LayerCase(recipe, tokens, **sizes, seed=request.seed) for tokens in request.tokens)
+            continue
         for distribution in request.distributions if grouped else (None,):
             for rows in request.rows:
                 groups = request.groups if grouped else None
@@ -203,19 +226,23 @@ def _cases(request: Request, op: str) -> Iterator[Case]:
 
 
 def _timed(
-    cases: tuple[Case, ...], request: Request, stopwatch: Stopwatch, ceilings: dict[str, float]
-) -> Iterator[Result]:
+    cases: tuple[Any, ...], request: Request, stopwatch: Stopwatch, ceilings: dict[str, float]
+) -> Iterator[Result | LayerResult]:
     """Results of cases that share an op and a recipe, so the experts too."""
     first = cases[0]
+    if isinstance(first, LayerCase):
+        yield from layer_run.timed(cases, request.implementation, request.breakdown, stopwatch, ceilings)
+        return
     if first.op not in GEMMS:
         implementation = choose(first, request.implementation)
         for case in cases:
             rows = calls.make_rows(case)
-            timing = _measured(stopwatch, calls.elementwise_call(case, rows, implementation))
+            call = calls.elementwise_call(case, rows, implementation)
             xla_us = None
             if implementation != "xla" and request.compare_xla:
-                xla_us = _measured(stopwatch, calls.elementwise_call(case, rows, "xla")).us
-            yield Result(case, implementation, timing, roof_us(case, ceilings), xla_us=xla_us)
+                xla_us = stopwatch.time(calls.elementwise_call(case, rows, "xla")).us
+            roof = roof_us(case, ceilings)
+            yield Result(case, implementation, stopwatch.time(call), roof, call.compile_s, xla_us=xla_us)
         return
     experts = calls.make_experts(first)
     weights = calls.expert_weights(experts, first, request.implementation)
@@ -226,14 +253,14 @@ def _timed(
         x = calls.quantized_rows(case, rows)
         call = calls.product_call(case, x, weights, implementation=implementation)
         error = calls.relative_error(case, x, experts, call())
-        timing, roof = _measured(stopwatch, call), roof_us(case, ceilings)
+        timing, roof = stopwatch.time(call), roof_us(case, ceilings)
         from_bf16, quantized_out = _quantized(case, rows, x, weights, implementation, stopwatch)
         xla = None
         if plain is not None:
             xla_call = calls.product_call(case, x, plain, implementation="xla")
             xla = stopwatch.measure(xla_call, limit=XLA_LIMIT)
         xla_us = None if xla is None else xla.us
-        yield Result(case, implementation, timing, roof, error, from_bf16, quantized_out, xla_us)
+        yield Result(case, implementation, timing, roof, call.compile_s, error, from_bf16, quantized_out, xla_us)
     del experts, weights, plain
     gc.collect()
 
@@ -246,27 +273,23 @@ def _quantized(
     if recipe.quantize is None:
         return None, None
     product = functools.partial(calls.product_call, case, w=weights, implementation=implementation)
-    from_bf16 = _measured(stopwatch, product(x=rows, quantize=True)).us
+    from_bf16 = stopwatch.time(product(x=rows, quantize=True)).us
     if case.op != "w13":
         return from_bf16, None
-    return from_bf16, _measured(stopwatch, product(x=x, out_format=recipe.hidden_format)).us
+    return from_bf16, stopwatch.time(product(x=x, out_format=recipe.hidden_format)).us
 
 
-def _measured(stopwatch: Stopwatch, call: calls.Call) -> Timing:
-    timing = stopwatch.measure(call)
-    assert timing is not None, "there is no limit"
-    return timing
-
-
-def _ceilings(cases: tuple[Case, ...]) -> list[str]:
+def _ceilings(cases: tuple[Case | LayerCase, ...]) -> list[str]:
     wanted = {"copy" for case in cases if case.op not in GEMMS}
     for case in cases:
-        if case.op in GEMMS:
-            wanted |= {"read", _RATE[case.recipe]}
+        if case.op in (*GEMMS, "layer"):
+            wanted |= {"read", RATES[case.recipe]}
+        if case.op == "layer":
+            wanted.add("bf16")  # its dense products
     return [name for name in CEILINGS if name in wanted]
 
 
-def _flat(result: Result, run: Run) -> dict[str, Any]:
+def _flat(result: Result) -> dict[str, Any]:
     case = result.case
     return {
         "op": case.op,
@@ -278,9 +301,8 @@ def _flat(result: Result, run: Run) -> dict[str, Any]:
         **{name: getattr(result.timing, name) for name in ("us", "us_min", "us_max")},
         **{name: getattr(result, name) for name in ("tflops", "tbs", "roof_us", "error")},
         **{name: getattr(result, name) for name in ("from_bf16_us", "quantized_out_us", "xla_us")},
+        "compile_s": result.compile_s,
         "timer": result.timing.timer,
-        "device": run.device,
-        "jax": run.jax,
         "hidden": case.hidden,
         "width": case.width,
         "experts_hit": int(np.count_nonzero(case.group_sizes)) if case.op in GEMMS else None,

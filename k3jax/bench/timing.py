@@ -70,7 +70,7 @@ class Stopwatch:
         Raises:
             OSError: the profile does not show the calls.
         """
-        jax.block_until_ready(call())  # compiles
+        jax.block_until_ready(call())  # compiles what is not yet
         seconds = _seconds(call)
         if seconds > limit:
             return None
@@ -78,6 +78,12 @@ class Stopwatch:
             return summarise(_device_times(call, self.repeats, int(_WARM_UP / seconds) + 2), "device")
         times = [_seconds(call) for _ in range(self.repeats if seconds <= _LONG else min(self.repeats, 3))]
         return summarise([1e6 * time for time in times], "wall")
+
+    def time(self, call: Callable[[], Any]) -> Timing:
+        """`measure` without a limit."""
+        timing = self.measure(call)
+        assert timing is not None
+        return timing
 
 
 def default_timer() -> Timer:
@@ -186,9 +192,7 @@ def measure_ceiling(name: str, stopwatch: Stopwatch) -> float:
         operands = tuple(jax.random.normal(key, (size, size)).astype(dtype) for key in _keys(2))
         call = jax.jit(functools.partial(_rows_by_rows, jnp.bfloat16))
         amount = 2.0 * size**3
-    timing = stopwatch.measure(lambda: call(*operands))
-    assert timing is not None
-    return amount / timing.us * 1e6
+    return amount / stopwatch.time(lambda: call(*operands)).us * 1e6
 
 
 def _rows_by_rows(dtype: jax.typing.DTypeLike, a: jax.Array, b: jax.Array) -> jax.Array:
