@@ -26,11 +26,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.e8m0 import BLOCK
-from pallas_kernels.grouped_matmul import schedule, tuned
+from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning
 from pallas_kernels.grouped_matmul.hopper import products
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
+from pallas_kernels.grouped_matmul.hopper.walk import for_each_tile
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels.mosaic_rows import dequantize_mxfp8
@@ -147,15 +147,6 @@ def _geometry(
     return Geometry(rows, groups, n, k, w.mma, activation, out_format, used)
 
 
-def _results(shape: Geometry) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """What the kernel writes: the result, or the values and the scales of MXFP8."""
-    if shape.out_format == "mxfp8":
-        values = jax.ShapeDtypeStruct((shape.rows, shape.out_columns), jnp.float8_e4m3fn)
-        return values, jax.ShapeDtypeStruct((shape.rows, shape.out_columns // BLOCK), jnp.uint8)
-    dtype = jnp.float32 if shape.out_format == "f32" else jnp.bfloat16
-    return (jax.ShapeDtypeStruct((shape.rows, shape.out_columns), dtype),)
-
-
 def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Any]:
     if interpret is None:
         from pallas_kernels.grouped_matmul.hopper.native import NativeSteps, scratch
@@ -178,7 +169,7 @@ def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any)
 
     return plgpu.kernel(
         grouped_matmul_hopper,
-        out_type=_results(shape),
+        out_type=shape.results,
         grid=(multiprocessors,),
         grid_names=("block",),
         num_threads=shape.tuning.warpgroups + 1,
@@ -191,20 +182,6 @@ def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any)
     )
 
 
-def _for_each_tile(shape: Geometry, steps: Steps, blocks: int, run: Callable[[Tile], None]) -> Any:
-    """Runs every `blocks`-th tile, from the block's own number on; returns how many there were."""
-
-    def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        number, count, group, first_tile, first_row, size = carry
-        column, row, rows = schedule.place(number - first_tile, size, shape.tuning.widest)
-        run(Tile(count, group, column, first_row + row, rows))
-        return number + blocks, count + 1, *steps.locate(number + blocks, group)
-
-    zero = jnp.int32(0)
-    own = lax.axis_index("block")
-    return lax.while_loop(lambda carry: carry[2] < shape.groups, step, (own, zero, *steps.locate(own, zero)))[1]
-
-
 def _produce(shape: Geometry, steps: Steps, blocks: int) -> None:
     plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][1], action="decrease")
 
@@ -215,7 +192,7 @@ def _produce(shape: Geometry, steps: Steps, blocks: int) -> None:
 
         lax.fori_loop(0, shape.k_steps, step, shape.ring_at(tile))
 
-    steps.drain(_for_each_tile(shape, steps, blocks, run) * shape.k_steps)
+    steps.drain(for_each_tile(shape, steps, blocks, run) * shape.k_steps)
 
 
 def _consume(shape: Geometry, steps: Steps, blocks: int, warpgroup: Any) -> None:
@@ -225,4 +202,4 @@ def _consume(shape: Geometry, steps: Steps, blocks: int, warpgroup: Any) -> None
     def run(tile: Tile) -> None:
         products.multiply(shape, steps, warpgroup, tile, constants)
 
-    _for_each_tile(shape, steps, blocks, run)
+    for_each_tile(shape, steps, blocks, run)

@@ -42,7 +42,7 @@ def decode(w_smem: Any, offset: Any, factors: tuple[Any, ...], mma: Mma) -> Any:
 
     `factors` are `opaque_factors()`. bfloat16 `[64, 64]` or e4m3 `[64, 128]`, in wgmma's layout.
     """
-    one = _unit_bf16 if mma == "bf16" else _units_e4m3
+    one = unit_bf16 if mma == "bf16" else _units_e4m3
     layout = plgpu.Layout.WGMMA if mma == "bf16" else plgpu.Layout.WGMMA_8BIT
     shape, dtype = ((64, 64), jnp.bfloat16) if mma == "bf16" else ((64, 128), jnp.float8_e4m3fn)
 
@@ -87,7 +87,7 @@ def _load(base: Value) -> tuple[Any, Value]:
     return load_shared_128(add(base, left(own, 4))), load_shared_32(add(add(base, both(own, 124)), CODE_BYTES))
 
 
-def _unit_bf16(base: Value, by16: Value, by64: Value, by128: Value) -> Any:
+def unit_bf16(base: Value, by16: Value, by64: Value, by128: Value) -> Any:
     """((column tile, half), register) for each bfloat16 pair of a unit."""
     words, scales = _load(base)
     for block in range(2):

@@ -48,6 +48,7 @@ from pallas_kernels.grouped_matmul.hopper.values import (
     scale_byte,
     unpack,
 )
+from pallas_kernels.grouped_matmul.kernel_layout import UNIT_ROWS
 from pallas_kernels.situ import Activation
 
 
@@ -85,25 +86,28 @@ def store(
 ) -> None:
     """Stores one warpgroup's units: `where` is (warpgroup, first row, end of the rows, first output column, exponent).
 
-    The accumulators count times 2^exponent and, where `scales` is a reference to float32 `[M]`, times the row's scale.
+    An accumulator is one unit's, in the layout of `wgmma`, or two units', in that of tensor memory. It counts times
+    2^exponent and, where `scales` is a reference to float32 `[M]`, times the row's scale.
     `out_gmem` is the result or, for MXFP8, its values and its scales. Rows at and beyond the end are not touched.
     """
-    units = len(accumulators)
+    count = len(accumulators)
+    layout = plgpu.Layout.WGMMA if accumulators[0].shape[0] == UNIT_ROWS else plgpu.Layout.TCGEN05
     references = (turn_smem, *out_gmem, *(() if scales is None else (scales,)))
 
     @plgpu.inline_mgpu(
         arg_types=(
-            *(plgpu.Layout.WGMMA for _ in accumulators),
+            *(layout for _ in accumulators),
             *(SCALAR for _ in where),
             *(plgpu.RefType() for _ in references),
         )
     )
     def emit(ctx: Any, *args: Any) -> None:
         del ctx
-        registers = [a.registers.reshape(spec.width // 8, 2) for a in args[:units]]
-        turn, *rest = args[units + 5 :]
+        of_units = [a.registers.reshape(spec.width // 8, -1, 2).swapaxes(0, 1) for a in args[:count]]
+        registers = [unit for of_unit in of_units for unit in of_unit]
+        turn, *rest = args[count + 5 :]
         out, row_scales = (rest, None) if scales is None else (rest[:-1], rest[-1])
-        _Emitter(spec, registers, [scalar(v) for v in args[units : units + 5]], turn, out, row_scales).run()
+        _Emitter(spec, registers, [scalar(v) for v in args[count : count + 5]], turn, out, row_scales).run()
 
     emit(*accumulators, *where, *references)
 

@@ -1,14 +1,16 @@
-"""What a compiled Hopper kernel knows of its problem, and the small records that its roles hand to each other."""
+"""What a compiled kernel knows of its problem, and the small records that its roles hand to each other."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul import schedule
-from pallas_kernels.grouped_matmul.config import LINE_BYTES, Tuning, element_bytes, subtiles
+from pallas_kernels.grouped_matmul.config import LINE_BYTES, element_bytes, subtiles
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, Mma
 from pallas_kernels.situ import Activation
 
@@ -32,8 +34,26 @@ class Tile(NamedTuple):
     rows: Any
 
 
+@runtime_checkable
+class Sizes(Protocol):
+    """What of a tuning says how large tiles and stages are; `config.Tuning` explains the words."""
+
+    @property
+    def widths(self) -> tuple[int, ...]: ...
+    @property
+    def widest(self) -> int: ...
+    @property
+    def units(self) -> int: ...
+    @property
+    def row_units(self) -> int: ...
+    @property
+    def k_units(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+
+
 @dataclasses.dataclass(frozen=True)
-class Geometry:
+class Geometry[Cut: Sizes]:
     """Static sizes. `n` and `k` are the weights', `rows` x's."""
 
     rows: int
@@ -43,7 +63,7 @@ class Geometry:
     mma: Mma
     activation: Activation | None
     out_format: WrittenFormat
-    tuning: Tuning
+    tuning: Cut
 
     @property
     def gated(self) -> bool:
@@ -71,15 +91,6 @@ class Geometry:
         return subtiles(self.tuning.k_units, self.mma)
 
     @property
-    def partial_sums(self) -> int:
-        """Partial sums of a unit in a stage of e4m3 products: one for each 128 columns, or one if they do not fit.
-
-        Where the width is branched on they would not: the assembler keeps copies of them.
-        """
-        fit = len(self.tuning.widths) == 1 and self.tuning.sums_fit(self.mma, partial=self.subtiles)
-        return self.subtiles if fit else 1
-
-    @property
     def x_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.bfloat16 if self.mma == "bf16" else jnp.float8_e4m3fn)
 
@@ -87,6 +98,15 @@ class Geometry:
     def x_transforms(self) -> tuple[Any, ...]:
         transforms: Any = plgpu  # whose classes are abstract to a type checker only
         return transforms.TilingTransform((8, self.line)), transforms.SwizzleTransform(LINE_BYTES)
+
+    @property
+    def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What the kernel writes: the result, or the values and the scales of MXFP8."""
+        if self.out_format == "mxfp8":
+            values = jax.ShapeDtypeStruct((self.rows, self.out_columns), jnp.float8_e4m3fn)
+            return values, jax.ShapeDtypeStruct((self.rows, self.out_columns // BLOCK), jnp.uint8)
+        dtype = jnp.float32 if self.out_format == "f32" else jnp.bfloat16
+        return (jax.ShapeDtypeStruct((self.rows, self.out_columns), dtype),)
 
     def tiles(self, size: Any) -> Any:
         """Tiles of a group of `size` rows."""
@@ -99,10 +119,10 @@ class Geometry:
             width = jnp.where(rows <= narrower, narrower, width)
         return width
 
-    def out_column(self, tile: Tile, warpgroup: Any) -> Any:
-        """The first output column of a warpgroup's part of a tile."""
-        unit = tile.column * self.tuning.row_units + warpgroup * self.tuning.units
-        return unit * (UNIT_ROWS // 2 if self.gated else UNIT_ROWS)
+    def out_column(self, tile: Tile, part: Any, unit: int = 0) -> Any:
+        """The first output column of a unit of a part of a tile: what one warpgroup stores."""
+        first = tile.column * self.tuning.row_units + part * self.tuning.units + unit
+        return first * (UNIT_ROWS // 2 if self.gated else UNIT_ROWS)
 
     def ring_at(self, tile: Tile) -> Ring:
         """Where in the ring a tile's first stage is."""

@@ -10,11 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
-from pallas_kernels.grouped_matmul.hopper import decode, epilogue, tables
+from pallas_kernels.grouped_matmul.hopper import copies, decode, epilogue, tables
 from pallas_kernels.grouped_matmul.hopper.decode import SCALAR, UNIT_BYTES
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.hopper.ptx import (
@@ -27,23 +25,16 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     equal,
     global_address,
     i32,
-    i64,
     left,
     less,
     mul,
     ptx,
     ptx_if,
-    right,
     scalar,
-    scf,
     shared_address,
     thread,
-    uniform,
     utils,
-    wide,
 )
-
-_COPIES = (32, 16, 8)  # rows of x that one tensor copy brings
 
 
 def scratch(shape: Geometry) -> dict[str, Any]:
@@ -101,12 +92,7 @@ class NativeSteps:
         return decode.opaque_factors() if self.shape.mma == "bf16" else ()
 
     def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
-        """(group, its first tile, first row and size) for a tile, searching from `group` on; group G: no such tile."""
-        found = self._find(tile, group)
-        rows = table_words(self.shape.groups)
-        first_row = jnp.where(found > 0, self._entry(rows + jnp.maximum(found - 1, 0)), 0)
-        size = self._entry(rows + found) - first_row
-        return found, self._entry(found) - self.shape.tiles(size), first_row, size
+        return tables.locate(self.shape, self.table, tile, group)
 
     def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
         """One thread waits for the slot, and starts the copies of weights and rows for K step `step`."""
@@ -130,8 +116,8 @@ class NativeSteps:
                     full,
                     add(x_bytes, tuning.row_units * tuning.k_units * UNIT_BYTES),
                 )
-                _copy_weights(shape, global_address(w_gmem), shared_address(w_smem), slot, unit, k_unit, full)
-                _copy_rows(ctx, shape, x_gmem, x_smem, slot, k_unit, row, width, full)
+                copies.copy_weights(shape, global_address(w_gmem), shared_address(w_smem), slot, unit, k_unit, full)
+                copies.copy_rows(ctx, shape, x_gmem, x_smem, slot, k_unit, row, width, full)
 
         emit(*refs, ring.slot, ring.parity, unit, step * tuning.k_units, tile.row, width)
 
@@ -194,93 +180,8 @@ class NativeSteps:
         where = (warpgroup, tile.row, tile.row + tile.rows, column, self.exponents_gmem[tile.group])
         epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, self.scales_gmem)
 
-    def _entry(self, index: Any) -> Any:
-        """A table's entry; known to be the warp's, so that what depends on it stays in uniform registers."""
-
-        @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
-        def emit(ctx: Any, value: Any) -> Any:
-            del ctx
-            return mgpu.FragmentedArray.splat(uniform(scalar(value)), (), is_signed=True)
-
-        return emit(self.table[index])
-
-    def _find(self, tile: Any, group: Any) -> Any:
-        """The first group from `group` on whose tiles end beyond `tile`: 32 at a time, one a lane."""
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
-        )
-        def emit(ctx: Any, table: Value, tile: Any, group: Any) -> Any:
-            del ctx
-            found = tables.find(shared_address(table), scalar(tile), scalar(group))
-            return mgpu.FragmentedArray.splat(uniform(found), (), is_signed=True)
-
-        return emit(self.table, tile, group)
-
 
 def _barrier_pair(barriers: Value, slot: Value, shape: Geometry) -> tuple[Value, Value]:
     """The addresses of a slot's two barriers: filled by the copies, emptied by the consumers."""
     full = add(shared_address(barriers), left(slot, 3))
     return full, add(full, 8 * shape.tuning.stages)
-
-
-def _copy_weights(
-    shape: Geometry, source: Value, smem: Value, slot: Value, unit: Value, k_unit: Value, full: Value
-) -> None:
-    """One bulk copy for each of the tile's units of rows: their columns of a stage are contiguous."""
-    tuning = shape.tuning
-    size = tuning.k_units * UNIT_BYTES
-    for r in range(tuning.row_units):
-        line = arith.muli(wide(add(unit, r)), arith.constant(i64(), shape.k // 64 * UNIT_BYTES))
-        at = arith.addi(source, arith.addi(line, wide(mul(k_unit, UNIT_BYTES))))
-        target = add(smem, mul(add(mul(slot, tuning.row_units), r), size))
-        code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
-        ptx(code, target, at, constant(size), full)
-
-
-def _copy_rows(
-    ctx: Any,
-    shape: Geometry,
-    x_gmem: Value,
-    x_smem: Value,
-    slot: Value,
-    k_unit: Value,
-    row: Value,
-    width: Value,
-    full: Value,
-) -> None:
-    """Tensor copies of 32, 16 and 8 rows of 128 bytes that make up `width` rows from any row on; zeros beyond x."""
-    index = ir.IndexType.get()
-    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), wide(full))
-    barrier = utils.BarrierRef(pointer, constant(0), None, 1)
-    block = mul(slot, shape.tuning.widest // 8)
-
-    def as_index(value: Value) -> Value:
-        return arith.index_castui(index, value)
-
-    def copy(rows: int, done: Value) -> None:
-        for s in range(shape.subtiles):
-            # In memory x_smem is [subtiles, stages * widest / 8, 1, 8, line].
-            tile = utils.memref_slice(x_smem, (s, mgpu.ds(as_index(add(block, right(done, 3))), rows // 8), 0))
-            column = add(mul(k_unit, 64), s * shape.line)
-            ctx.async_copy(
-                src_ref=x_gmem,
-                dst_ref=utils.memref_fold(tile, 0, 2),
-                gmem_slice=(mgpu.ds(as_index(add(row, done)), rows), mgpu.ds(as_index(column), shape.line)),
-                swizzle=LINE_BYTES,
-                barrier=barrier,
-                arrive=False,
-                predicate=None,
-            )
-
-    for rows in _COPIES:
-        if rows > shape.tuning.widest:
-            continue
-        done, count = constant(0), right(width, rows.bit_length() - 1)
-        if rows < _COPIES[0]:  # what is left of the larger copies is at most one
-            done, count = both(width, -2 * rows), both(count, 1)
-        loop = scf.ForOp(as_index(constant(0)), as_index(count), as_index(constant(1)), [])
-        with ir.InsertionPoint(loop.body):
-            copy(rows, add(done, mul(arith.index_castui(i32(), loop.induction_variable), rows)))
-            scf.yield_([])

@@ -39,8 +39,8 @@ def scratch(shape: Geometry) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainSteps:
-    """As `NativeSteps`."""
+class PlainMemory:
+    """A kernel's references, and what roles do with them whichever tensor cores multiply."""
 
     shape: Geometry
     x_gmem: Any
@@ -51,9 +51,7 @@ class PlainSteps:
     out_gmem: tuple[Any, ...]
     w_smem: Any
     x_smem: Any
-    operand_smem: Any
     full: Any
-    empty: Any
 
     def start(self) -> None:
         """Nothing: Mosaic's barriers are ready."""
@@ -62,7 +60,7 @@ class PlainSteps:
         return ()
 
     def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
-        """As `NativeSteps.locate`, one group after the other from the first."""
+        """As `tables.locate`, one group after the other from the first."""
         del group
         last = self.shape.groups - 1
 
@@ -78,10 +76,9 @@ class PlainSteps:
         zero = jnp.int32(0)
         return lax.while_loop(beyond, step, (zero, zero, zero, self.sizes_gmem[0]))
 
-    def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
+    def copy(self, ring: Ring, tile: Tile, step: Any) -> None:
+        """Starts the copies of weights and rows for K step `step` to an empty slot."""
         tuning = self.shape.tuning
-        used_before = tile.count * self.shape.k_steps + step >= tuning.stages
-        pl.when(used_before)(lambda: plgpu.barrier_wait(self.empty.at[ring.slot]))
         unit = tile.column * tuning.row_units
         lines = tuning.k_units * WORD_ROWS
         plgpu.copy_gmem_to_smem(
@@ -103,52 +100,32 @@ class PlainSteps:
         branches = [functools.partial(rows, width) for width in tuning.widths]
         branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
 
-    def drain(self, filled: Any) -> None:
-        """Waits for the last release of every slot: the interpreter wants each completed phase to have been seen."""
-        for slot in range(self.shape.tuning.stages):
-            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, self.empty.at[slot]))
-
     def await_full(self, ring: Ring) -> None:
         plgpu.barrier_wait(self.full.at[ring.slot])
 
-    def release(self, slot: Any, condition: Any) -> None:
-        pl.when(jnp.bool_(condition))(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
+    def decoded(self, ring: Ring, row_units: Any, k_unit: int) -> jax.Array:
+        """Units of the stage, at exponents relative to the expert's: `[units, 64, 64]` in x's dtype."""
+        lines = self.w_smem[ring.slot, row_units, pl.ds(k_unit * WORD_ROWS, WORD_ROWS)]
+        return jax.vmap(functools.partial(_decode, shape=self.shape))(lines)
 
-    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any:
-        """The decoded weights, in one of the warpgroup's two buffers: the product before may still read the other."""
-        del constants
-        lines = self.w_smem[ring.slot, warpgroup * self.shape.tuning.units + unit]
-        each = self.shape.line // 64
-        units = [
-            _decode(lines[k * WORD_ROWS : (k + 1) * WORD_ROWS], self.shape)
-            for k in range(subtile * each, (subtile + 1) * each)
-        ]
-        target = self.operand_smem.at[warpgroup, index % 2]
-        target[...] = jnp.concatenate(units, axis=1)
-        plgpu.commit_smem()
-        return target
-
-    def zeros(self, width: int) -> Any:
-        return jnp.zeros((64, width), jnp.float32)
-
-    def add(self, total: Any, partial: Any) -> Any:
-        return total + partial
-
-    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
-        shape = self.shape
+    def store_unit(self, sums: Any, tile: Tile, first: Any, column: Any) -> None:
+        """Stores a unit's sums `[64, rows]`, of the tile's rows from `first` on: those that exist."""
         factor = jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])
-        for unit, accumulator in enumerate(accumulators):
-            results = self._results(accumulator.T * factor, tile)
-            column = shape.out_column(tile, warpgroup) + unit * (32 if shape.gated else 64)
-            for r in range(shape.tuning.widest):
-                row = [result[r] for result in results]
-                pl.when(r < tile.rows)(functools.partial(self._store_row, row, tile.row + r, column))
+        results = self._results(sums.T * factor, tile, first)
 
-    def _results(self, y: Any, tile: Tile) -> tuple[Any, ...]:
+        def store_row(r: Any, _: None) -> None:
+            for result, out in zip(results, self.out_gmem, strict=True):
+                columns_each = self.shape.out_columns // out.shape[1]  # 32 for the scales of MXFP8
+                row = lax.dynamic_index_in_dim(result, r, keepdims=False)
+                out[tile.row + first + r, pl.ds(column // columns_each, row.size)] = row
+
+        lax.fori_loop(0, jnp.minimum(tile.rows - first, sums.shape[1]), store_row, None)
+
+    def _results(self, y: Any, tile: Tile, first: Any) -> tuple[Any, ...]:
         """A unit's sums `[rows, 64]` in the result's format; rows that do not exist hold anything."""
         if self.scales_gmem is not None:
             last = self.shape.rows - 1
-            rows = [jnp.minimum(tile.row + r, last) for r in range(self.shape.tuning.widest)]
+            rows = [jnp.minimum(tile.row + first + r, last) for r in range(y.shape[0])]
             y = y * jnp.stack([self.scales_gmem[row] for row in rows])[:, None]
         if self.shape.activation is not None:
             halves = to_bfloat16(y).astype(jnp.float32).reshape(-1, 4, 2, 8)
@@ -161,10 +138,47 @@ class PlainSteps:
         q = quantize_mxfp8(to_bfloat16(y), implementation="reference")
         return q.values, q.scales
 
-    def _store_row(self, row: list[Any], index: Any, column: Any) -> None:
-        for result, out in zip(row, self.out_gmem, strict=True):
-            columns_each = self.shape.out_columns // out.shape[1]  # 32 for the scales of MXFP8
-            out[index, pl.ds(column // columns_each, result.size)] = result
+
+@dataclasses.dataclass(frozen=True)
+class PlainSteps(PlainMemory):
+    """As `NativeSteps`."""
+
+    operand_smem: Any
+    empty: Any
+
+    def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
+        used_before = tile.count * self.shape.k_steps + step >= self.shape.tuning.stages
+        pl.when(used_before)(lambda: plgpu.barrier_wait(self.empty.at[ring.slot]))
+        self.copy(ring, tile, step)
+
+    def drain(self, filled: Any) -> None:
+        """Waits for the last release of every slot: the interpreter wants each completed phase to have been seen."""
+        for slot in range(self.shape.tuning.stages):
+            pl.when(filled > slot)(functools.partial(plgpu.barrier_wait, self.empty.at[slot]))
+
+    def release(self, slot: Any, condition: Any) -> None:
+        pl.when(jnp.bool_(condition))(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
+
+    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any:
+        """The decoded weights, in one of the warpgroup's two buffers: the product before may still read the other."""
+        del constants
+        row_unit = pl.ds(warpgroup * self.shape.tuning.units + unit, 1)
+        each = self.shape.line // 64
+        units = [self.decoded(ring, row_unit, k)[0] for k in range(subtile * each, (subtile + 1) * each)]
+        target = self.operand_smem.at[warpgroup, index % 2]
+        target[...] = jnp.concatenate(units, axis=1)
+        plgpu.commit_smem()
+        return target
+
+    def zeros(self, width: int) -> Any:
+        return jnp.zeros((64, width), jnp.float32)
+
+    def add(self, total: Any, partial: Any) -> Any:
+        return total + partial
+
+    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
+        for unit, accumulator in enumerate(accumulators):
+            self.store_unit(accumulator, tile, 0, self.shape.out_column(tile, warpgroup, unit))
 
 
 def _decode(lines: jax.Array, shape: Geometry) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import schedule
+from pallas_kernels.grouped_matmul.config import Tuning
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
 
 
@@ -73,7 +74,7 @@ def _promoted(shape: Geometry, steps: Any, warpgroup: Any, tile: Tile, constants
 
         added = []
         for unit, total in enumerate(totals):
-            accumulators = [plgpu.ACC((64, tuning.widest), jnp.float32)] * shape.partial_sums
+            accumulators = [plgpu.ACC((64, tuning.widest), jnp.float32)] * _partial_sums(shape)
             for sums in pl.run_scoped(functools.partial(partial_sums, unit), *accumulators):
                 total = steps.add(total, sums)
             added.append(total)
@@ -99,6 +100,15 @@ def _product(steps: Any, sums: Any, operand: Any, subtile: int, tiles: Any, widt
 
 def _switch(chosen: Any, branches: list[Any]) -> Any:
     return branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
+
+
+def _partial_sums(shape: Geometry[Tuning]) -> int:
+    """Partial sums of a unit in a stage of e4m3 products: one for each 128 columns, or one if they do not fit.
+
+    Where the width is branched on they would not: the assembler keeps copies of them.
+    """
+    fit = len(shape.tuning.widths) == 1 and shape.tuning.sums_fit(shape.mma, partial=shape.subtiles)
+    return shape.subtiles if fit else 1
 
 
 def _following_tiles(shape: Geometry, following: Ring, tiles: Any) -> Any:

@@ -4,9 +4,15 @@ Table 0 holds for each group the number of the tile after its last, table 1 the 
 `table_words`, the first with numbers that no tile reaches.
 """
 
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.grouped_matmul.config import table_words
+from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry
 from pallas_kernels.grouped_matmul.hopper.ptx import (
     Value,
@@ -19,7 +25,10 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     less,
     mul,
     ptx,
+    scalar,
+    shared_address,
     thread,
+    uniform,
     utils,
     wide,
 )
@@ -47,10 +56,45 @@ add.u32 $0, first, lanes;
 }"""
 
 
-def find(table: Value, tile: Value, group: Value) -> Value:
+def _find(table: Value, tile: Value, group: Value) -> Value:
     """The first group from `group` on whose tiles end beyond `tile`; G if there is none. For a whole warp."""
     address = add(table, left(add(group, both(thread(), 31)), 2))
     return ptx(_FIND, tile, address, group, out=i32(), volatile=True)
+
+
+def locate(shape: Geometry, table: Any, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
+    """(group, its first tile, first row and size) for a tile, searching from `group` on; group G: no such tile."""
+    found = _found(table, tile, group)
+    rows = table_words(shape.groups)
+    first_row = jnp.where(found > 0, _entry(table, rows + jnp.maximum(found - 1, 0)), 0)
+    size = _entry(table, rows + found) - first_row
+    return found, _entry(table, found) - shape.tiles(size), first_row, size
+
+
+def _entry(table: Any, index: Any) -> Any:
+    """A table's entry; known to be the warp's, so that what depends on it stays in uniform registers."""
+
+    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    def emit(ctx: Any, value: Any) -> Any:
+        del ctx
+        return mgpu.FragmentedArray.splat(uniform(scalar(value)), (), is_signed=True)
+
+    return emit(table[index])
+
+
+def _found(table: Any, tile: Any, group: Any) -> Any:
+    """The first group from `group` on whose tiles end beyond `tile`: 32 at a time, one a lane."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+    )
+    def emit(ctx: Any, table: Value, tile: Any, group: Any) -> Any:
+        del ctx
+        found = _find(shared_address(table), scalar(tile), scalar(group))
+        return mgpu.FragmentedArray.splat(uniform(found), (), is_signed=True)
+
+    return emit(table, tile, group)
 
 
 def build(shape: Geometry, sizes: Value, table: Value) -> None:

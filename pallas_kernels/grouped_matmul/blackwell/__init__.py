@@ -1,0 +1,1 @@
+"""What `mosaic_blackwell` is made of; what it shares with Hopper's kernel is in `hopper`."""

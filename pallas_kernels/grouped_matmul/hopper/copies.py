@@ -1,0 +1,89 @@
+"""From global to shared memory: what one thread starts to fill a stage of the pipeline."""
+
+from typing import Any
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from pallas_kernels.grouped_matmul.config import LINE_BYTES
+from pallas_kernels.grouped_matmul.hopper.decode import UNIT_BYTES
+from pallas_kernels.grouped_matmul.hopper.geometry import Geometry
+from pallas_kernels.grouped_matmul.hopper.ptx import (
+    Value,
+    add,
+    arith,
+    both,
+    constant,
+    i32,
+    i64,
+    mul,
+    ptx,
+    right,
+    scf,
+    utils,
+    wide,
+)
+
+_COPIES = (32, 16, 8)  # rows of x that one tensor copy brings
+
+
+def copy_weights(
+    shape: Geometry, source: Value, smem: Value, slot: Value, unit: Value, k_unit: Value, full: Value
+) -> None:
+    """One bulk copy for each of the tile's units of rows: their columns of a stage are contiguous."""
+    tuning = shape.tuning
+    size = tuning.k_units * UNIT_BYTES
+    for r in range(tuning.row_units):
+        line = arith.muli(wide(add(unit, r)), arith.constant(i64(), shape.k // 64 * UNIT_BYTES))
+        at = arith.addi(source, arith.addi(line, wide(mul(k_unit, UNIT_BYTES))))
+        target = add(smem, mul(add(mul(slot, tuning.row_units), r), size))
+        code = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
+        ptx(code, target, at, constant(size), full)
+
+
+def copy_rows(
+    ctx: Any,
+    shape: Geometry,
+    x_gmem: Value,
+    x_smem: Value,
+    slot: Value,
+    k_unit: Value,
+    row: Value,
+    width: Value,
+    full: Value,
+) -> None:
+    """Tensor copies of 32, 16 and 8 rows of 128 bytes that make up `width` rows from any row on; zeros beyond x."""
+    index = ir.IndexType.get()
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), wide(full))
+    barrier = utils.BarrierRef(pointer, constant(0), None, 1)
+    block = mul(slot, shape.tuning.widest // 8)
+
+    def as_index(value: Value) -> Value:
+        return arith.index_castui(index, value)
+
+    def copy(rows: int, done: Value) -> None:
+        for s in range(shape.subtiles):
+            # In memory x_smem is [subtiles, stages * widest / 8, 1, 8, line].
+            tile = utils.memref_slice(x_smem, (s, mgpu.ds(as_index(add(block, right(done, 3))), rows // 8), 0))
+            column = add(mul(k_unit, 64), s * shape.line)
+            ctx.async_copy(
+                src_ref=x_gmem,
+                dst_ref=utils.memref_fold(tile, 0, 2),
+                gmem_slice=(mgpu.ds(as_index(add(row, done)), rows), mgpu.ds(as_index(column), shape.line)),
+                swizzle=LINE_BYTES,
+                barrier=barrier,
+                arrive=False,
+                predicate=None,
+            )
+
+    for rows in _COPIES:
+        if rows > shape.tuning.widest:
+            continue
+        done, count = constant(0), right(width, rows.bit_length() - 1)
+        if rows < _COPIES[0]:  # what is left of the larger copies is at most one
+            done, count = both(width, -2 * rows), both(count, 1)
+        loop = scf.ForOp(as_index(constant(0)), as_index(count), as_index(constant(1)), [])
+        with ir.InsertionPoint(loop.body):
+            copy(rows, add(done, mul(arith.index_castui(i32(), loop.induction_variable), rows)))
+            scf.yield_([])
