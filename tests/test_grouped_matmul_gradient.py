@@ -21,6 +21,7 @@ from pallas_kernels import (
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
+    to_kernel_layout,
 )
 
 IMPLEMENTATIONS = ("reference", "xla")
@@ -32,6 +33,38 @@ def dense64(w: Any) -> np.ndarray:
 
 
 # ---- gradient
+
+
+def check_input_gradient(case: Case, implementation: str, *, laid_out: bool = False) -> None:
+    """dx of half of the rows against float64; the others' is zero. `laid_out`: the experts in a kernel's layout."""
+    operands, activation = make_operands(case), case.activation
+    used = int(operands.group_sizes.sum())
+    assert used == case.rows // 2
+    width = case.width // 2 if activation else case.width
+    dy = round_bf16(np.random.default_rng(5).standard_normal((case.rows, width)))
+    dy[used:] = np.nan  # the gradient of rows in no group is zero whatever comes back for them
+    w = operands.w
+    if laid_out:
+        assert isinstance(w, MXFP4Array)
+        w = to_kernel_layout(w, recipe=case.recipe, gated=activation is not None)
+
+    @jax.jit
+    def gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
+        sizes = jnp.asarray(operands.group_sizes)
+
+        def call(x: jax.Array) -> Any:
+            return grouped_matmul(
+                x, w, sizes, activation=activation, out_format=case.out_format, implementation=implementation
+            )
+
+        y, pullback = jax.vjp(call, x)
+        return pullback(dy.astype(y.dtype))[0]
+
+    dx = gradient(operands.x, jnp.asarray(dy, jnp.float32))
+    assert dx.dtype == jnp.bfloat16
+    expected = grouped_input_gradient(as_float64(operands.x), dense64(operands.w), operands.group_sizes, activation, dy)
+    assert_close(dx, round_bf16(expected), KERNEL_TOLERANCES[case.recipe])
+    assert not np.asarray(dx[used:]).any()
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -49,30 +82,7 @@ def dense64(w: Any) -> np.ndarray:
 def test_the_gradient_for_x_equals_float64(
     recipe: str, activation: Activation | None, out_format: str, implementation: str
 ) -> None:
-    operands = make_operands(Case(recipe, 40, 5, 64, 96, "half of the rows", activation))
-    used = int(operands.group_sizes.sum())
-    assert used == 20
-    width = 32 if activation else 64
-    dy = round_bf16(np.random.default_rng(5).standard_normal((40, width)))
-    dy[used:] = np.nan  # the gradient of rows in no group is zero whatever comes back for them
-
-    @jax.jit
-    def gradient(x: jax.Array, dy: jax.Array) -> jax.Array:
-        sizes = jnp.asarray(operands.group_sizes)
-
-        def call(x: jax.Array) -> Any:
-            return grouped_matmul(
-                x, operands.w, sizes, activation=activation, out_format=out_format, implementation=implementation
-            )
-
-        y, pullback = jax.vjp(call, x)
-        return pullback(dy.astype(y.dtype))[0]
-
-    dx = gradient(operands.x, jnp.asarray(dy, jnp.float32))
-    assert dx.dtype == jnp.bfloat16
-    expected = grouped_input_gradient(as_float64(operands.x), dense64(operands.w), operands.group_sizes, activation, dy)
-    assert_close(dx, round_bf16(expected), KERNEL_TOLERANCES[recipe])
-    assert not np.asarray(dx[used:]).any()
+    check_input_gradient(Case(recipe, 40, 5, 64, 96, "half of the rows", activation, out_format), implementation)
 
 
 def test_the_gradient_adds_up_over_several_column_tiles() -> None:

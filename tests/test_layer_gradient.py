@@ -16,7 +16,7 @@ from flax import nnx
 from layers import SMALL, checkpoint_tensors, random_arrays, random_layer, random_tokens, small_config
 from numerics import relative_l2
 
-from k3jax import GatedMLP, MoE, MoEArrays
+from k3jax import GatedMLP, K3Config, MoE, MoEArrays
 from k3jax.healing.reference import mlp_output, moe_output
 from k3jax.reference import oracle_trace
 from pallas_kernels import MXFP4Array
@@ -110,9 +110,9 @@ def gradients(layer: Any, x: jax.Array, out: np.ndarray, mask: np.ndarray | None
     return {"/".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}, dx
 
 
-def exact_tokens(count: int, seed: int) -> tuple[jax.Array, np.ndarray]:
+def exact_tokens(count: int, seed: int, config: K3Config = SMALL) -> tuple[jax.Array, np.ndarray]:
     """Tokens whose float32 values are bfloat16 ones, and a random direction to look at their outputs from."""
-    x = random_tokens((count, SMALL.hidden_size), seed).astype(jnp.float32)
+    x = random_tokens((count, config.hidden_size), seed).astype(jnp.float32)
     return x, np.random.default_rng(seed).standard_normal(x.shape).astype(np.float32)
 
 
@@ -121,13 +121,18 @@ def exact_tokens(count: int, seed: int) -> tuple[jax.Array, np.ndarray]:
     [("bf16", "reference", 0.01), ("w4a16", "xla", 0.01), ("w4a8", "xla", 0.07), ("w4a8_fp8", "reference", 0.07)],
 )
 def test_a_layer_s_gradients_are_the_formula_s(recipe: str, implementation: str, limit: float) -> None:
-    """Every array and x, over all elements. What eight-bit rows cost is in the forward pass, not in the rule."""
-    arrays = random_arrays(SMALL, recipe)
-    layer = MoE(SMALL, recipe=recipe, implementation=implementation, arrays=arrays)
-    x, out = exact_tokens(24, 4)
+    """What eight-bit rows cost is in the forward pass, not in the rule."""
+    check_layer_gradients(SMALL, recipe, implementation, limit)
+
+
+def check_layer_gradients(config: K3Config, recipe: str, implementation: str, limit: float) -> None:
+    """Every array and x, over all elements, against the formula."""
+    arrays = random_arrays(config, recipe)
+    layer = MoE(config, recipe=recipe, implementation=implementation, arrays=arrays)
+    x, out = exact_tokens(24, 4, config)
     found, dx = gradients(layer, x, out)
     ids = layer.route(x).ids
-    formula = jax.jit(jax.grad(lambda w, x: jnp.sum(out * moe_output(w, x, SMALL, ids)), argnums=(0, 1)))
+    formula = jax.jit(jax.grad(lambda w, x: jnp.sum(out * moe_output(w, x, config, ids)), argnums=(0, 1)))
     expected, expected_dx = formula(plain_weights(arrays, np.float32), x)
     assert not np.any(found.pop("router/bias")), "a choice has no derivative"
     assert found.keys() == LAYER_NAMES.keys(), "packed experts have no gradient"
