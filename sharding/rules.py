@@ -98,7 +98,7 @@ def local_shape(
         if size % parts:
             raise ValueError(
                 f"{name} of size {size} cannot be split evenly over {parts} devices ({' x '.join(axes)}); "
-                f"make their product a divisor of it, such as {math.gcd(size, parts)}"
+                f"make their product a divisor of it, such as {max(n for n in range(1, parts) if size % n == 0)}"
             )
         local.append(size // parts)
     return tuple(local)

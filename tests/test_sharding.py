@@ -59,7 +59,7 @@ def test_one_devices_part(shape: tuple[int, ...], axes: tuple[str | None, ...], 
 
 def test_impossible_layouts() -> None:
     sizes = MeshSizes(expert=5, tensor=2)
-    with pytest.raises(ValueError, match="expert of size 896 cannot be split evenly over 5 devices"):
+    with pytest.raises(ValueError, match=r"expert of size 896 cannot be split evenly over 5 devices .* such as 4$"):
         local_shape((896,), ("expert",), sizes)
     with pytest.raises(ValueError, match=r"collide.*'expert'"):
         mesh_axes(("expert", "shared_ff"), AxisRules())
