@@ -29,11 +29,6 @@ def main() -> None:
     app()
 
 
-@app.callback()
-def _commands() -> None:
-    """Keeps `compare` a command of its own, however many there are."""
-
-
 @app.command()
 def compare(
     checkpoint: Annotated[

@@ -81,7 +81,7 @@ class MoE(nnx.Module):
         self.shared = _shared_experts(arrays, config.activation)
         self.w13 = FrozenExperts(arrays.w13, axes=AXES["w13"])
         self.w2 = FrozenExperts(arrays.w2, axes=AXES["w2"])
-        self.adapters: ExpertAdapters | None = nnx.data(None)  # k3jax.adapters.add_adapters
+        self.adapters: ExpertAdapters | None = nnx.data(None)  # k3jax.merging.add_adapters
         place_parameters(self, self.layout)
         place = functools.partial(
             lay_out, recipe=recipe, implementation=implementation, allow_inexact=options.allow_inexact
