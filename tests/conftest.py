@@ -13,7 +13,8 @@ jaxtyping.install_import_hook(["k3jax", "pallas_kernels", "sharding"], "beartype
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
-hypothesis.settings.register_profile("k3jax", deadline=None)  # an example's first run compiles
+# An example's first run compiles, and on a busy machine making examples is slow too.
+hypothesis.settings.register_profile("k3jax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("k3jax")
 
 

@@ -166,7 +166,7 @@ def test_the_whole_release_by_its_index_alone(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}))
     start = time.process_time()
     found = inspect_checkpoint(tmp_path, MeshSizes(expert=8))
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 60  # seconds on a slow machine; what is not linear takes hours
     assert (found.tensors, found.shards, len(found.absent)) == (RELEASED_NAMES, 96, 96)
     assert found.problems.ok
     assert kinds(found)["routed experts"] == (92 * 896 * 6, {}, 0)

@@ -29,8 +29,8 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def until(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + 300  # a busy machine may take long; what is waited for sleeps twice as long
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -47,7 +47,7 @@ def is_running(pid: int) -> bool:
 def test_the_first_failure_ends_all_with_status_1(tmp_path: Path) -> None:
     text = "import os, sys, time\nif os.environ['SLURM_PROCID'] == '1':\n    sys.exit(7)\ntime.sleep(600)\n"
     command = [sys.executable, str(SCRIPT), "--processes", "3", "--grace", "0.2", program(tmp_path, text)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "process 1 ended with status 7" in done.stderr
     assert "process 0 still ran 0.2 s after another failed, and was ended" in done.stderr
@@ -56,7 +56,7 @@ def test_the_first_failure_ends_all_with_status_1(tmp_path: Path) -> None:
 def test_what_processes_say_comes_with_their_number(tmp_path: Path) -> None:
     text = "import os\nprint('of', os.environ['SLURM_NTASKS'], os.environ['JAX_NUM_CPU_DEVICES'])\n"
     command = [sys.executable, str(SCRIPT), "--processes", "2", "--devices", "3", program(tmp_path, text), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] of 2 3", "[1] of 2 3"]
 
@@ -73,7 +73,7 @@ def test_nothing_outlives_a_failing_block(tmp_path: Path, hosts: Any) -> None:
         _ = 1 / 0
     assert [process.poll() for process in started] == [-signal.SIGTERM] * 2
     with lock.open() as file:
-        until(lambda: is_free(file), 5)
+        until(lambda: is_free(file))
 
 
 def is_free(file: TextIO) -> bool:
@@ -93,5 +93,5 @@ def test_nothing_outlives_a_launcher_that_is_told_to_end(tmp_path: Path) -> None
         pids = [int(found[1]) for line in lines if (found := re.fullmatch(r"\[\d\] (\d+)\n", line))]
         assert len(pids) == 2
         launcher.terminate()
-        assert launcher.wait(timeout=30) == 128 + signal.SIGTERM
-    until(lambda: not any(map(is_running, pids)), 5)
+        assert launcher.wait(timeout=300) == 128 + signal.SIGTERM
+    until(lambda: not any(map(is_running, pids)))

@@ -74,7 +74,7 @@ def test_every_name_of_the_release_has_one_class(names: list[str]) -> None:
     config = K3Config.from_dict(release_values())
     start = time.process_time()
     inventory = classify(names, config)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 60  # seconds on a slow machine; what is not linear takes hours
     assert inventory.unknown == []
     assert inventory.doubled == []
     assert inventory.missing == {}
