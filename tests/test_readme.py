@@ -1,17 +1,21 @@
-"""The README keeps its promises: its example runs, its links and folders exist, its matrix is what `explain` says."""
+"""The documents keep their promises: the README's example runs, its matrix is right, links and options exist."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
+from k3jax.cli import app
 from pallas_kernels import explain
 from pallas_kernels.select import GPU_KERNELS, IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")
 
 
@@ -25,12 +29,36 @@ def test_the_example_runs(tmp_path: Path) -> None:
 
 
 def test_links_and_folders_exist() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", README)
     folders = re.findall(r"`([\w/]+/)`", README.split("## Where things are")[1])
-    assert len(links) >= 2
     assert len(folders) >= 6
-    for target in links + folders:
-        assert (ROOT / target).exists(), target
+    for target in folders:
+        assert (ROOT / target).is_dir(), target
+    for document in DOCUMENTS:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def documented_options(document: Path) -> list[tuple[str, str]]:
+    """Every (program, option) of its commands: `k3jax compare` or a script, and the options that follow on the line."""
+    commands = re.findall(r"(k3jax \w+|scripts/\w+\.py)((?:(?!k3jax |scripts/)[^`#\n]|\\\n)*)", document.read_text())
+    return [(program, option) for program, rest in commands for option in re.findall(r"--[a-z][a-z0-9-]*", rest)]
+
+
+def options_of(program: str) -> set[str]:
+    """Those that a command of `k3jax` has, or that a script's source declares."""
+    if not program.startswith("scripts/"):
+        group: Any = typer.main.get_command(app)
+        command = group.commands[program.split()[1]]
+        return {name for option in command.params for name in option.opts + option.secondary_opts}
+    source = (ROOT / program).read_text()
+    arguments = re.findall(r"^    (\w+): Annotated", source, flags=re.MULTILINE)
+    return {*re.findall(r'"(--[a-z0-9-]+)', source), *(f"--{name.replace('_', '-')}" for name in arguments)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
+def test_the_options_of_documented_commands_exist(document: Path) -> None:
+    for program, option in documented_options(document):
+        assert option in options_of(program), f"{program} {option}"
 
 
 def support_matrix() -> list[tuple[str, list[str], list[str]]]:
