@@ -40,8 +40,8 @@ def cached_folder(name: str, make: Callable[[Path], object]) -> Path:
         make(unfinished)
         (unfinished / RECORD).write_text(json.dumps(_digests(unfinished), indent=2, sort_keys=True))
         _install(unfinished, folder)
-    except PermissionError as error:
-        raise PermissionError(f"{folder} cannot be written ({error}); set K3JAX_CACHE to a folder that can") from error
+    except OSError as error:
+        raise type(error)(f"{folder} cannot be written ({error}); set K3JAX_CACHE to a folder that can") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
