@@ -97,6 +97,7 @@ def test_near_ties_are_told_from_wrong_picks() -> None:
     assert compare_picks(np.array([[0, 2]]), np.array([[0, 1]]), None, 1e-6).disagreeing == 1
     assert compare_picks(np.array([[0, 0]]), np.array([[0, 1]]), scores, 1e-6).disagreeing == 1
     assert compare_picks(np.array([[-1, -1]]), np.array([[0, 1]]), scores, 1e-6).disagreeing == 2
+    assert compare_picks(np.array([[0, -1]]), np.array([[0, 3]]), scores, 1e-6).near_ties == 0  # no expert is the last
 
 
 def test_limits_cover_every_truth_and_recipe() -> None:
