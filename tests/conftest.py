@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import jax
@@ -34,6 +35,14 @@ def earlier_files_are_settled() -> None:
     """What earlier files compiled and keep is not searched again whenever the code under test collects garbage."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def quickly_compiled() -> Iterator[None]:
+    """For files that spend their time in compiling small programs: XLA optimises them little."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture

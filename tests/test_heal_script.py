@@ -76,6 +76,10 @@ def test_the_rate_rises_and_falls() -> None:
         (["--batch", "10", "--accumulate", "3"], "accumulate=3 must divide batch=10"),
         (["--json", "/no/such/folder/log.json"], "/no/such/folder is not a folder"),
         (["--learning-rate", "-1"], "learning_rate=-1.0"),
+        (["--keep", "15", "--mesh", "expert=2"], "keep=15 experts cannot be shared evenly over expert=2"),
+        (["--tokens-layout", "sharded"], "tokens sharded need a mesh"),
+        (["--synthetic", "--keep", "16", "--mesh", "expert=2"], "a synthetic layer is made on one device"),
+        (["--adapters", "apart.safetensors"], "give a rank"),
     ],
 )
 def test_a_wrong_request_fails_with_a_reason(
@@ -84,5 +88,5 @@ def test_a_wrong_request_fails_with_a_reason(
     monkeypatch.setattr(sys, "argv", ["heal.py", *arguments])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPT), run_name="__main__")
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -1,11 +1,5 @@
-"""Healing: which experts stay, what is trained, that it helps, and that a killed run goes on as if nothing had been."""
+"""Healing in parts: which experts stay, the loss, one step, batches and tokens. Whole runs are in test_heal_runs.py."""
 
-import signal
-import subprocess
-import sys
-import time
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,21 +10,20 @@ from flax import nnx
 from layers import SMALL, checkpoint_tensors, random_arrays, random_layer, random_tokens, small_config
 from numerics import as_float64, assert_same_bits, relative_l2
 
-from k3jax import MoE
-from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
-from k3jax.healing import memory, run
+from k3jax import LoadOptions, MoE
+from k3jax.healing import memory
 from k3jax.healing.loss import LossWeights, Power, distillation_loss, imbalance
 from k3jax.healing.optimizer import Schedule
 from k3jax.healing.pairs import batch_rows
 from k3jax.healing.pruning import RULES, best_experts, cut_experts, expert_scores
 from k3jax.healing.step import TrainState, make_step, split, start
 from k3jax.healing.tokens import structured_tokens
-from k3jax.healing.training import Plan
+from k3jax.moe import moe_layout
 from k3jax.reference import oracle_trace
 from k3jax.reference.layer import expert_rows
 from sharding import make_mesh
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "heal.py"
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 # ---- pruning
 
@@ -90,6 +83,19 @@ def test_a_cut_layer_has_the_kept_experts_bits_and_routes_among_them() -> None:
         cut_experts(grouped, ids)
 
 
+def test_a_layer_over_a_mesh_is_cut_to_the_same_bits() -> None:
+    arrays, ids = random_arrays(SMALL, "w4a16"), np.array([0, 2, 3, 5, 7, 8, 11, 12])
+    mesh = make_mesh(expert=2, tensor=3)
+    spread = cut_experts(MoE(SMALL, arrays=arrays, mesh=mesh, tokens="sharded"), ids, tokens="sharded")
+    alone = cut_experts(MoE(SMALL, arrays=arrays), ids)
+    assert spread.layout == moe_layout(spread.config, "w4a16", mesh, "sharded", LoadOptions())
+    for ours, theirs in zip(jax.tree.leaves(spread), jax.tree.leaves(alone), strict=True):
+        assert_same_bits(np.asarray(ours), np.asarray(theirs))
+    assert spread.w2.get_value().codes.addressable_shards[0].data.shape == (4, 64, 16)
+    with pytest.raises(ValueError, match="expert"):
+        cut_experts(MoE(SMALL, arrays=arrays, mesh=mesh), ids[:7])
+
+
 # ---- loss and step
 
 
@@ -132,6 +138,26 @@ def test_imbalance_is_zero_for_even_use_and_most_for_one_expert() -> None:
     assert float(slope[0, 3]) > 0 > float(slope[0, 4]), "a step down takes rows from the busy expert"
 
 
+def test_imbalance_s_gradient_is_that_of_differences_at_given_shares() -> None:
+    """Against float64 differences of the docstring's formula, in which shares of rows stay and scores move."""
+    rng = np.random.default_rng(5)
+    logits, direction = rng.standard_normal((2, 10, 6))
+    ids = np.array([[t % 3, 3 + t % 2, 5 if t < 4 else -1] for t in range(10)])
+    mask = np.arange(10) != 2
+    ids[~mask] = -1  # as a masked token is routed
+    share = np.array([np.sum(ids == expert) for expert in range(6)]) / np.sum(ids >= 0)
+
+    def formula(logits: np.ndarray) -> float:
+        scores = 1 / (1 + np.exp(-logits))
+        return float(6 * np.sum(share * np.mean((scores / scores.sum(axis=1, keepdims=True))[mask], axis=0)) - 1)
+
+    operands = jnp.asarray(ids), jnp.asarray(mask)
+    value, gradient = jax.value_and_grad(imbalance)(jnp.asarray(logits, jnp.float32), *operands)
+    assert float(value) == pytest.approx(formula(logits), rel=1e-5)
+    slope = (formula(logits + 1e-5 * direction) - formula(logits - 1e-5 * direction)) / 2e-5
+    assert np.sum(as_float64(gradient) * direction) == pytest.approx(slope, rel=1e-4)
+
+
 OPTIMIZER = Schedule(steps=10, warmup=0, weight_decay=0.01).optimizer()
 
 
@@ -168,14 +194,16 @@ def test_only_what_is_unpacked_trains() -> None:
     trained = ["latent_down", "latent_norm", "latent_up", "router/weight", "shared/down", "shared/gate_up"]
     assert sorted(params) == trained
     assert all(value.dtype == jnp.float32 for value in params.values())
-    sizes = {leaf.shape for leaf in jax.tree.leaves(start(params, OPTIMIZER)) if leaf.ndim}
-    assert sizes == {value.shape for value in params.values()}, "no optimiser state for packed experts"
     frozen_bytes, trained_bytes = memory.state_bytes(layer)
     assert frozen_bytes == 16 * (3 * 96 * 64 // 2 + 3 * 96 * 64 // 32) + 16 * 4
     assert trained_bytes == 16 * sum(value.size for value in params.values())
     again = student.layer(params, frozen)
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(layer), strict=True):
         assert_same_bits(ours, theirs)
+    shapes = {value.shape for value in params.values()}
+    assert {leaf.shape for leaf in jax.tree.leaves(start(params, OPTIMIZER)) if leaf.ndim} == shapes, (
+        "no optimiser state for packed experts"
+    )
 
 
 def test_micro_batches_add_up(pairs: dict[str, jax.Array], stepped: tuple[TrainState, dict[str, Any]]) -> None:
@@ -207,71 +235,3 @@ def test_tokens_are_the_same_again_and_have_unit_variance() -> None:
     assert_same_bits(structured_tokens(400, 64, seed=3), x)
     assert np.any(structured_tokens(400, 64, seed=3, stream=1) != x)
     assert float(np.mean(as_float64(x) ** 2)) == pytest.approx(1, rel=0.2)
-
-
-# ---- whole runs
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"hidden_size": 128, "intermediate_size": 64, "latent_size": 64, "expert_width": 96}
-    config = synthetic_config(**sizes, num_experts=16, top_k=4, layers=2)
-    return write_checkpoint(tmp_path_factory.mktemp("checkpoint") / "model", config)
-
-
-STEPS = 160
-
-
-@pytest.fixture(scope="module")
-def request_(checkpoint: Path) -> run.Request:
-    plan = Plan(Schedule(STEPS, learning_rate=1e-2), batch=128, save_every=10)
-    return run.Request(checkpoint=checkpoint, plan=plan, keep=8, tokens=2048)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(request_: run.Request) -> run.Result:
-    return run.heal(request_, lambda *_: None, lambda _: None)
-
-
-def test_healing_halves_the_error_of_cutting_half_of_the_experts(uninterrupted: run.Result) -> None:
-    result = uninterrupted
-    assert result.uncut["output"] == 0
-    assert result.before["output"] > 0.2
-    assert result.after["output"] < result.before["output"] / 2, (result.before, result.after)
-    assert len(result.kept or ()) == 8
-    assert len(result.healed.history) == STEPS
-
-
-def test_a_killed_run_resumes_to_the_bit(
-    request_: run.Request, uninterrupted: run.Result, checkpoint: Path, tmp_path: Path
-) -> None:
-    states = tmp_path / "states"
-    options: dict[str, object] = {
-        "--steps": STEPS,
-        "--learning-rate": 1e-2,
-        "--batch": 128,
-        "--save-every": 10,
-        "--keep": 8,
-    }
-    options |= {"--checkpoint": checkpoint, "--tokens": 2048, "--states": states}
-    command = [sys.executable, str(SCRIPT), *(str(part) for option in options.items() for part in option)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        while process.poll() is None and not (states / "20").exists():
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        printed = process.communicate()[0]
-    assert process.returncode == -signal.SIGKILL, printed
-    assert not (states / str(STEPS)).exists()
-    steps: list[int] = []
-    resumed = run.heal(replace(request_, states=states), lambda done, *_: steps.append(done), lambda _: None)
-    assert 20 < steps[0] < STEPS
-    assert resumed.healed.history == uninterrupted.healed.history
-    for ours, theirs in zip(
-        jax.tree.leaves(resumed.healed.layer), jax.tree.leaves(uninterrupted.healed.layer), strict=True
-    ):
-        assert_same_bits(ours, theirs)
-    other = replace(request_, states=states, plan=replace(request_.plan, seed=1))
-    with pytest.raises(ValueError, match=r"holds another run's states .*seed=1, there 0.*; name another folder"):
-        run.heal(other, lambda *_: None, lambda _: None)

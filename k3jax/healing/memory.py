@@ -5,6 +5,9 @@ peak < frozen bytes + 16 bytes a trained parameter + activation_bytes(...)
 16 bytes: the float32 master weight, AdamW's two moments, and the float32 gradient. Packed experts have none of them.
 """
 
+import math
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -17,10 +20,13 @@ BYTES_A_PARAMETER = 16
 
 
 def state_bytes(layer: GatedMLP | MoE) -> tuple[int, int]:
-    """`(frozen, trained)`: bytes that stay as they are, and those of 4 x the trained parameters in float32."""
+    """`(frozen, trained)`: bytes that stay as they are, and those of 4 x the trained parameters in float32.
+
+    On one device, which over a mesh holds a part of either.
+    """
     _, *states = nnx.split(layer, trains, ...)
     trainable, frozen = states
-    return tree_bytes(frozen), BYTES_A_PARAMETER * sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    return tree_bytes(frozen), BYTES_A_PARAMETER * sum(_size(leaf) for leaf in jax.tree.leaves(trainable))
 
 
 def activation_bytes(config: K3Config, tokens: int, trained_parameters: int) -> int:
@@ -39,8 +45,13 @@ def activation_bytes(config: K3Config, tokens: int, trained_parameters: int) -> 
 
 
 def tree_bytes(tree: object) -> int:
-    """The bytes of all arrays in a pytree."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    """The bytes that one device holds of all arrays in a pytree."""
+    return sum(_size(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _size(leaf: Any) -> int:
+    """Elements on one device; all of them of a shape without values that has no place yet."""
+    return leaf.size if leaf.sharding is None else math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def peak_bytes() -> int | None:

@@ -1,9 +1,18 @@
 """The optimiser of healing: AdamW with clipping, a warm-up and a cosine, over float32 master weights."""
 
+import math
 from dataclasses import dataclass
 
 import jax
 import optax
+
+
+def usual_rate(hidden_size: int) -> float:
+    """A learning rate for layers of that width: 5e-3 at 512, 1.3e-3 at 7168.
+
+    AdamW moves every element by about the rate a step, and the elements are about `1 / sqrt(hidden_size)` large.
+    """
+    return 0.11 / math.sqrt(hidden_size)
 
 
 @dataclass(frozen=True)

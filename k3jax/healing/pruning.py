@@ -9,8 +9,12 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from k3jax.experts import FrozenExperts
+from k3jax.kernel_placement import stored_expert
 from k3jax.moe import MoE, MoEArrays
+from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.routing import Routing
+from sharding import Layout
 
 RULES = ("load", "weighted-load", "output-norm")
 
@@ -63,32 +67,30 @@ def best_experts(scores: Float[np.ndarray, " e"], keep: int) -> Int[np.ndarray, 
     return np.sort(np.argsort(-values, kind="stable")[:keep])
 
 
-def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
+def cut_experts(
+    layer: MoE, ids: Int[np.ndarray, " keep"], *, tokens: str = "replicated", options: LoadOptions = DEFAULTS
+) -> MoE:
     """`layer` with the experts `ids` only, numbered anew in that order: their bits, their router rows, their biases.
 
-    Everything else is the same; tokens whose experts are gone go to the best of those that are left.
+    Everything else is the same; tokens whose experts are gone go to the best of those that are left. A layer on a mesh
+    is cut into one on the same mesh, with `tokens` and `options` as it was loaded with.
 
     Raises:
-        ValueError: fewer experts are left than a token picks, or an id is no expert or is named twice.
-        NotImplementedError: the router chooses among groups of experts, which would become uneven; the layer has
-            adapters; or it is on a mesh (cut it on one device, save it and load it on the mesh).
+        ValueError: fewer experts are left than a token picks, an id is no expert or is named twice, or the mesh cannot
+            share the experts that are left.
+        NotImplementedError: the router chooses among groups of experts, which would become uneven, or the layer has
+            adapters.
     """
     config = layer.config
     assert config.num_experts is not None
     if layer.adapters is not None:
         raise NotImplementedError("cutting experts that have adapters is not implemented: merge_adapters first")
-    if layer.layout.mesh is not None:
-        raise NotImplementedError("cutting experts out of a layer on a mesh is not implemented: cut it on one device")
     if config.num_expert_group > 1:
         raise NotImplementedError(f"cutting experts out of {config.num_expert_group} groups is not implemented")
     if len(ids) < config.experts_per_token:
         raise ValueError(f"{len(ids)} experts are left, but num_experts_per_token={config.experts_per_token}")
     if len(np.unique(ids)) < len(ids) or ids.min() < 0 or ids.max() >= config.num_experts:
         raise ValueError(f"the ids to keep must be different ones below {config.num_experts}, not {ids.tolist()}")
-
-    def cut(weights: Any) -> Any:
-        return jax.tree.map(lambda leaf: leaf[ids], weights)
-
     arrays = MoEArrays(
         router_weight=layer.router.weight[...][ids],
         router_bias=layer.router.bias[...][ids],
@@ -97,11 +99,30 @@ def cut_experts(layer: MoE, ids: Int[np.ndarray, " keep"]) -> MoE:
         latent_up=_value(layer.latent_up),
         shared_gate_up=None if layer.shared is None else layer.shared.gate_up.get_value(),
         shared_down=None if layer.shared is None else layer.shared.down.get_value(),
-        w13=cut(layer.w13.get_value()),
-        w2=cut(layer.w2.get_value()),
+        w13=_kept(layer.w13, ids, layer.layout),
+        w2=_kept(layer.w2, ids, layer.layout),
     )
-    fewer = dataclasses.replace(config, num_experts=len(ids))
-    return MoE(fewer, recipe=layer.recipe, implementation=layer.implementation, arrays=arrays)
+    return MoE(
+        dataclasses.replace(config, num_experts=len(ids)),
+        recipe=layer.recipe,
+        implementation=layer.implementation,
+        arrays=arrays,
+        mesh=layer.layout.mesh,
+        tokens=tokens,
+        options=options,
+    )
+
+
+def _kept(experts: FrozenExperts, ids: Int[np.ndarray, " keep"], layout: Layout) -> Any:
+    """The experts `ids`; those of a mesh as checkpoints have them, in the host's memory.
+
+    Devices hold other experts after the cut than before it: through the host, none ever holds more than its part.
+    """
+    w = experts.get_value()
+    if layout.mesh is None:
+        return jax.tree.map(lambda leaf: leaf[ids], w)
+    each = [jax.device_get(stored_expert(w, int(expert))) for expert in ids]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
 
 def _value(variable: nnx.Variable | None) -> Any:

@@ -26,7 +26,8 @@ from k3jax.loading import load_layer
 from k3jax.merging import add_adapters
 from k3jax.mlp import GatedMLP
 from k3jax.moe import MoE
-from k3jax.options import DEFAULTS, LoadOptions
+from k3jax.options import LoadOptions
+from sharding import MeshSizes, make_mesh
 
 FORMAT = "k3jax-healing-1"
 DEFAULT_TOKENS = 8192
@@ -53,6 +54,8 @@ class Request:
         states: a folder to resume from and to leave states in.
         adapters: low-rank adapters for the routed experts, None for none. dense_weights: "bf16", or "fp8" for a student
             whose shared experts and latent projections are quantised and frozen.
+        mesh: what teacher and student run over; None for one device. layout: of the tokens on it, "replicated" or
+            "sharded".
         measure: afterwards, time so many steps, and their forward passes alone.
     """
 
@@ -68,6 +71,8 @@ class Request:
     states: Path | None = None
     adapters: Adapters | None = None
     dense_weights: str = "bf16"
+    mesh: MeshSizes | None = None
+    layout: str = "replicated"
     measure: int = 0
 
 
@@ -77,7 +82,9 @@ class Result:
 
     Attributes:
         kept: ids of the experts that were kept, by their old numbers. uncut: the errors of the layer before the cut.
-        frozen_bytes, trained_bytes, activation_bytes: the parts of `memory`'s bound. peak_bytes: what the device saw.
+        cut_bytes: what the layer takes before and after the cut, which are held together while it is made.
+        frozen_bytes, trained_bytes, activation_bytes: the parts of `memory`'s bound, the last of one device without a
+            mesh. peak_bytes: what the first device saw until training ended. All are bytes of one device.
         times: of a step, if they were measured.
     """
 
@@ -88,6 +95,7 @@ class Result:
     before: dict[str, float]
     after: dict[str, float]
     healed: Healed
+    cut_bytes: int | None
     frozen_bytes: int
     trained_bytes: int
     activation_bytes: int | None
@@ -109,6 +117,14 @@ def check(request: Request) -> None:
             f"tokens={request.tokens}, one in {HELD_OUT} held out, leave fewer to train on than a batch of "
             f"{request.plan.batch}"
         )
+    if request.mesh is None:
+        if request.layout != "replicated":
+            raise ValueError(f"tokens {request.layout} need a mesh, such as expert=8")
+        return
+    if request.checkpoint is None:
+        raise ValueError("a synthetic layer is made on one device: name a checkpoint, or no mesh")
+    if request.keep is not None and request.keep % request.mesh.expert:
+        raise ValueError(f"keep={request.keep} experts cannot be shared evenly over expert={request.mesh.expert}")
 
 
 def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> Result:
@@ -124,38 +140,55 @@ def heal(request: Request, progress: Progress, tell: Callable[[str], None]) -> R
     training, held_out = pairs.split(max(len(pairs) // HELD_OUT, 1))
     uncut = relative_errors(layer, held_out)
     kept = None if request.keep is None else _kept(layer, training, request)
+    tell(_plan_line(request, layer, len(training), len(held_out), uncut["output"]))
     if request.dense_weights != "bf16":
-        layer = _load(request, LoadOptions(dense_weights=request.dense_weights))
-    if kept is not None:
-        assert isinstance(layer, MoE)
-        layer = cut_experts(layer, kept)
+        del layer  # The student's experts are these: once is enough.
+        layer = _load(request, request.dense_weights)
+    before_cut = memory.tree_bytes(layer)
+    layer = _cut(layer, kept, request)
     if request.adapters is not None:
         _adapt(layer, request.adapters, request)
     before = relative_errors(layer, held_out)
-    tell(f"before: relative L2 {before['output']:.4f} of the output on {len(held_out)} held-out tokens")
+    tell(f"before: {_errors_line(before)}")
     healed = train(layer, training, request.plan, states=request.states, progress=progress)
     peak = memory.peak_bytes()
     after = relative_errors(healed.layer, held_out)
-    tell(f"after:  relative L2 {after['output']:.4f}, {before['output'] / max(after['output'], 1e-12):.2f} times less")
+    tell(f"after:  {_errors_line(after, before)}")
     frozen_bytes, trained_bytes = memory.state_bytes(layer)
-    config = layer.config if isinstance(layer, MoE) else None
-    micro = request.plan.batch // request.plan.accumulate
-    parameters = trained_bytes // memory.BYTES_A_PARAMETER
+    bounded = isinstance(layer, MoE) and request.mesh is None
     return Result(
         request=request,
-        config=config,
+        config=layer.config if isinstance(layer, MoE) else None,
         kept=None if kept is None else kept.tolist(),
         uncut=uncut,
         before=before,
         after=after,
         healed=healed,
+        cut_bytes=None if kept is None else before_cut + memory.tree_bytes(layer),
         frozen_bytes=frozen_bytes,
         trained_bytes=trained_bytes,
-        activation_bytes=None if config is None else memory.activation_bytes(config, micro, parameters),
+        activation_bytes=_activation_bytes(layer, request, trained_bytes) if bounded else None,
         peak_bytes=peak,
         times=time_steps(healed.layer, training, request.plan, request.measure) if request.measure else None,
         seconds=time.perf_counter() - began,
     )
+
+
+def failure(result: Result) -> str | None:
+    """Why the healed layer is not what was asked for; None if it is."""
+    rate, healed = result.request.plan.schedule.learning_rate, result.healed
+    advice = f"try a learning rate below {rate:g}"
+    if healed.diverged is not None:
+        return f"training diverged: {healed.diverged}; its result is the state after step {healed.step}; {advice}"
+    if improved(result):
+        return None
+    before, after = result.before["output"], result.after["output"]
+    return f"training did not lower the error on held-out tokens: {before:.4f} before, {after:.4f} after; {advice}"
+
+
+def improved(result: Result) -> bool:
+    """Whether the healed layer is nearer to the teacher than it was before."""
+    return result.after["output"] < result.before["output"]
 
 
 def to_save(result: Result) -> GatedMLP | MoE:
@@ -165,7 +198,7 @@ def to_save(result: Result) -> GatedMLP | MoE:
         return healed
     layer = _load(request)
     assert isinstance(layer, MoE)
-    layer = layer if result.kept is None else cut_experts(layer, np.array(result.kept))
+    layer = _cut(layer, None if result.kept is None else np.array(result.kept), request)
     for name in ("router", "latent_norm", "w13", "w2", "adapters"):
         setattr(layer, name, getattr(healed, name))
     return layer
@@ -178,16 +211,26 @@ def as_json(result: Result) -> dict[str, Any]:
     return (
         {"format": FORMAT, "environment": environment()}
         | fields
+        | {"step": healed.step, "diverged": healed.diverged}
         | {"tokens_per_second": healed.tokens_per_second, "history": healed.history}
     )
 
 
-def _load(request: Request, options: LoadOptions = DEFAULTS) -> GatedMLP | MoE:
+def _load(request: Request, dense_weights: str = "bf16") -> GatedMLP | MoE:
     how: dict[str, Any] = {"recipe": request.recipe, "implementation": request.implementation}
     if request.checkpoint is None:
         assert request.keep is not None
         return synthetic_layer(real_widths(2 * request.keep), seed=request.plan.seed, **how)
-    return load_layer(request.checkpoint, request.layer, options=options, **how)
+    mesh = None if request.mesh is None else make_mesh(**dataclasses.asdict(request.mesh))
+    options = LoadOptions(dense_weights=dense_weights)
+    return load_layer(request.checkpoint, request.layer, mesh=mesh, tokens=request.layout, options=options, **how)
+
+
+def _cut(layer: GatedMLP | MoE, kept: np.ndarray | None, request: Request) -> GatedMLP | MoE:
+    if kept is None:
+        return layer
+    assert isinstance(layer, MoE)
+    return cut_experts(layer, kept, tokens=request.layout)
 
 
 def _adapt(layer: GatedMLP | MoE, adapters: Adapters, request: Request) -> None:
@@ -212,6 +255,32 @@ def _kept(layer: GatedMLP | MoE, training: Pairs, request: Request) -> np.ndarra
     chunks = range(0, len(training), CHUNK)
     each = [np.asarray(_scores(layer, jnp.asarray(training.x[at : at + CHUNK]), request.by)) for at in chunks]
     return best_experts(np.sum(each, axis=0, dtype=np.float64), request.keep)
+
+
+def _activation_bytes(layer: GatedMLP | MoE, request: Request, trained_bytes: int) -> int:
+    assert isinstance(layer, MoE)
+    micro = request.plan.batch // request.plan.accumulate
+    return memory.activation_bytes(layer.config, micro, trained_bytes // memory.BYTES_A_PARAMETER)
+
+
+def _plan_line(request: Request, layer: GatedMLP | MoE, training: int, held_out: int, uncut: float) -> str:
+    """`layer 1: 16 of 32 experts kept by output-norm; teacher: the whole layer; 7,168 tokens, 1,024 held out`."""
+    experts = ""
+    if request.keep is not None and isinstance(layer, MoE):
+        experts = f"{request.keep} of {layer.config.num_experts} experts kept by {request.by}; "
+    teacher = "the whole layer"
+    if request.teacher is not None:
+        teacher = f"{request.teacher.name}, from which the whole layer differs by {uncut:.4f}"
+    return f"layer {request.layer}: {experts}teacher: {teacher}; {training:,} tokens, {held_out:,} more held out"
+
+
+def _errors_line(errors: dict[str, float], before: dict[str, float] | None = None) -> str:
+    """Relative L2 errors on held-out tokens, and how many times less than before."""
+    parts = []
+    for name, value in errors.items():
+        less = f" ({before[name] / value:.2f} times less)" if before is not None and value > 0 else ""
+        parts.append(f"{value:.4f}{less} of the {name.replace('_', ' ')}")
+    return f"relative L2 error {', '.join(parts)}"
 
 
 _scores = nnx.jit(lambda layer, x, by: expert_scores(layer, x, by=by), static_argnums=2)

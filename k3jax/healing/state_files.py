@@ -1,4 +1,4 @@
-"""Resumable states of a run on disk, through orbax: whole or not at all, the last two kept.
+"""Resumable states of a run on disk, through orbax: whole or not at all, the last two and the best one kept.
 
 A state is the master weights, the optimiser's state, how many batches were taken, the history so far, and what the run
 was asked for; a folder whose run was asked for something else is refused.
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from k3jax.healing.step import TrainState
 
@@ -25,25 +24,36 @@ class StateFiles:
         self._run = run
         self._folder = folder
 
-    def save(self, state: TrainState, history: list[dict[str, float]]) -> None:
-        """Adds a state under its step's number; it is there when this returns, whatever happens next."""
+    def save(self, state: TrainState, history: list[dict[str, float]], loss: float) -> None:
+        """Adds a state under its step's number; it is there when this returns, whatever happens next.
+
+        The state with the smallest `loss` is the best one.
+        """
         from orbax import checkpoint as orbax
 
         arrays = orbax.args.StandardSave(_numbered(state))
         record = orbax.args.JsonSave({"run": self._run, "position": int(state.step), "history": history})
-        self._manager.save(int(state.step), args=orbax.args.Composite(state=arrays, record=record))
+        arguments = orbax.args.Composite(state=arrays, record=record)
+        self._manager.save(int(state.step), args=arguments, metrics={"loss": loss})
 
-    def latest(self, like: TrainState) -> tuple[TrainState, list[dict[str, float]]] | None:
-        """The last state with its history, in the shapes and shardings of `like`; None where the folder has none.
+    @property
+    def last(self) -> int | None:
+        """The step of the last state; None where the folder has none."""
+        return self._manager.latest_step()
+
+    @property
+    def best(self) -> int | None:
+        """The step of the best state; None where the folder has none."""
+        return self._manager.best_step()
+
+    def read(self, step: int, like: TrainState) -> tuple[TrainState, list[dict[str, float]]]:
+        """The state of `step` with its history, in the shapes and shardings of `like`.
 
         Raises:
             ValueError: the folder's run was asked for something else; the message names what.
         """
         from orbax import checkpoint as orbax
 
-        step = self._manager.latest_step()
-        if step is None:
-            return None
         record = self._manager.restore(step, args=orbax.args.Composite(record=orbax.args.JsonRestore())).record
         differing = [
             f"{name}={self._run[name]!r}, there {record['run'].get(name)!r}"
@@ -52,8 +62,7 @@ class StateFiles:
         ]
         if differing:
             raise ValueError(f"{self._folder} holds another run's states ({'; '.join(differing)}); name another folder")
-        wanted = jax.tree.map(orbax.utils.to_shape_dtype_struct, _numbered(like))
-        arguments = orbax.args.Composite(state=orbax.args.StandardRestore(wanted))
+        arguments = orbax.args.Composite(state=orbax.args.StandardRestore(_numbered(like)))
         arrays = self._manager.restore(step, args=arguments).state
         leaves = [arrays[name] for name in _numbered(like)]
         state = jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -71,12 +80,22 @@ def open_states(folder: Path | None, run: dict[str, Any]) -> Iterator[StateFiles
         yield None
         return
     from orbax import checkpoint as orbax  # Seconds of imports that only a resumable run needs.
+    from orbax.checkpoint import checkpoint_managers as policies
 
-    options = orbax.CheckpointManagerOptions(max_to_keep=_KEPT, enable_async_checkpointing=False)
+    kept = [policies.LatestN(_KEPT), policies.BestN(get_metric_fn=_goodness, n=1)]
+    options = orbax.CheckpointManagerOptions(
+        best_fn=_goodness,
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        enable_async_checkpointing=False,
+    )
     with orbax.CheckpointManager(folder.absolute(), options=options) as manager:
         yield StateFiles(manager, run, folder)
 
 
-def _numbered(state: TrainState) -> dict[str, jax.Array | np.ndarray]:
+def _goodness(metrics: dict[str, float]) -> float:
+    return -metrics["loss"]
+
+
+def _numbered(state: TrainState) -> dict[str, Any]:
     """Leaves by their number: independent of how optax names its state."""
     return {f"{number:04d}": leaf for number, leaf in enumerate(jax.tree.leaves(state))}

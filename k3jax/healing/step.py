@@ -60,8 +60,12 @@ def split(layer: GatedMLP | MoE) -> tuple[Student, Params, Frozen]:
 
 
 def start(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
-    return TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    """The state before the first step, which takes over the memory of `params`.
+
+    Over a mesh every leaf lies as a step leaves it, so that the second step is the first one's program again.
+    """
+    state = TrainState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+    return jax.jit(lambda state: state, donate_argnums=0)(state)
 
 
 Step = Callable[[TrainState, Frozen, Batch], tuple[TrainState, dict[str, Array]]]

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax.healing.divergence import divergence
 from k3jax.healing.loss import LossWeights, Power
 from k3jax.healing.optimizer import Schedule
 from k3jax.healing.pairs import Pairs, batch_rows, stages_of
@@ -49,11 +51,19 @@ class Plan:
 
 @dataclass(frozen=True)
 class Healed:
-    """A run's result: the layer, what each step's numbers were, and tokens a second of this process's steps."""
+    """A run's result.
+
+    Attributes:
+        layer: after the last step; of a run that diverged, as its best state on disk has it, or as it was given.
+        step: how many steps made that layer. history: each step's numbers.
+        tokens_per_second: of this process's steps. diverged: why the run stopped early; None if it did not.
+    """
 
     layer: Any
+    step: int
     history: History
     tokens_per_second: float | None
+    diverged: str | None
 
 
 def relative_errors(layer: GatedMLP | MoE, pairs: Pairs) -> dict[str, float]:
@@ -77,31 +87,44 @@ def train(
 ) -> Healed:
     """Trains everything of `layer` but its packed experts and its router's bias to give `pairs.output` for `pairs.x`.
 
+    Stops where `divergence` finds something wrong; such a state is never saved.
+
     Args:
         states: a folder for states to resume from; the run begins at the last one that it holds.
         progress: called after each step with steps done, steps in all, and the loss, the throughput and the time left.
 
     Raises:
-        ValueError: there are fewer pairs than a batch, or `states` holds another run's states.
+        ValueError: there are fewer pairs than a batch, nothing trains, or `states` holds another run's states.
     """
     if len(pairs) < plan.batch:
         raise ValueError(f"batch={plan.batch} tokens are more than the {len(pairs)} to train on")
     student, params, frozen = split(layer)
+    if not params:
+        raise ValueError("nothing of this layer trains: its dense weights are in e4m3, and it has no router")
     step = _compiled_step(student, plan.schedule, power_of(pairs), plan.loss)
+    described = _described(plan, pairs, params, frozen)
     state = start(params, plan.schedule.optimizer())
     history: History = []
-    described = _described(plan, pairs, params, frozen)
-    del params
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)
     with open_states(states, described) as files:
-        if files is not None and (found := files.latest(state)) is not None:
-            state, history = found
+        if files is not None and files.last is not None:
+            state = shapes  # Devices need not hold two.
+            state, history = files.read(files.last, shapes)
         loop = _Loop(plan, history, progress)
-        for position in range(int(state.step), plan.schedule.steps):
-            state, numbers = step(state, frozen, batch_at(pairs, plan, position))
+        diverged = None
+        while diverged is None and len(loop.history) < plan.schedule.steps:
+            state, numbers = step(state, frozen, batch_at(pairs, plan, len(loop.history)))
             loop.made_step(numbers)
-            if files is not None and ((position + 1) % plan.save_every == 0 or position + 1 == plan.schedule.steps):
-                files.save(state, history)
-    return Healed(student.layer(state.params, frozen), history, loop.tokens_per_second)
+            diverged = divergence(loop.history)
+            if files is not None and diverged is None and loop.is_to_save:
+                files.save(state, loop.history, loop.recent_loss)
+        if diverged is not None:
+            state = shapes
+            if files is None or files.best is None:
+                return Healed(layer, 0, loop.history, loop.tokens_per_second, diverged)
+            state, _ = files.read(files.best, shapes)
+    healed = student.layer(state.params, frozen)
+    return Healed(healed, int(state.step), loop.history, loop.tokens_per_second, diverged)
 
 
 @functools.lru_cache(maxsize=2)
@@ -115,7 +138,7 @@ class _Loop:
 
     def __init__(self, plan: Plan, history: History, progress: Progress) -> None:
         self._plan = plan
-        self._history = history
+        self.history = history
         self._progress = progress
         self._rate = plan.schedule.rate()
         self._began: float | None = None
@@ -127,10 +150,21 @@ class _Loop:
             return None
         return self._timed * self._plan.batch / (self._last - self._began)
 
+    @property
+    def is_to_save(self) -> bool:
+        done = len(self.history)
+        return done % self._plan.save_every == 0 or done == self._plan.schedule.steps
+
+    @property
+    def recent_loss(self) -> float:
+        """The mean since the last state that was to be saved."""
+        since = (len(self.history) - 1) // self._plan.save_every * self._plan.save_every
+        return fmean(record["loss"] for record in self.history[since:])
+
     def made_step(self, numbers: dict[str, jax.Array]) -> None:
-        done, steps = len(self._history), self._plan.schedule.steps
+        done, steps = len(self.history), self._plan.schedule.steps
         record = {name: float(value) for name, value in sorted(numbers.items())}
-        self._history.append({"learning_rate": float(self._rate(done))} | record)
+        self.history.append({"learning_rate": float(self._rate(done))} | record)
         self._last = time.perf_counter()
         if self._began is None:
             self._began = self._last
