@@ -156,7 +156,7 @@ class K3Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "K3Config":
-        """The same from an already parsed `config.json`."""
+        """The same from an already parsed `config.json`; raises ValueError and NotImplementedError alike."""
         text = values.get("text_config", values)
         if not isinstance(text, Mapping):
             raise ValueError(f"config: text_config must be an object, not {shown(text)}")

@@ -58,6 +58,9 @@ class MXFP4Array:
         """The values, `[..., N, K]`: exact in bfloat16 and float32 (subnormals too; infinite where out of range).
 
         Any other floating-point dtype is rounded from float32.
+
+        Raises:
+            ValueError: `dtype` is not floating point.
         """
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(f"MXFP4Array.dequantize: dtype={jnp.dtype(dtype).name} is not a floating-point type")
