@@ -1,12 +1,13 @@
 """Routed experts from a checkpoint's files to devices: in chunks, read ahead, each byte once.
 
 Where a device shares memory with the host and wants the bytes as they are stored, they are read straight to their final
-place. Elsewhere a chunk of experts is read to a buffer, copied to the device, converted and re-laid out there, and put
-among the others; at most `depth` chunks of `chunk_bytes` are in host memory at a time.
+place. Elsewhere a chunk of experts is read to a buffer, from which the devices that want some of it take that
+(`expert_arrays.py`); at most `depth` chunks of `chunk_bytes` are in host memory at a time.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,7 @@ Ready = dict[str, Any]
 Convert = Callable[[Mapping[str, Mapping[str, Any]]], Ready]
 """From `Raw`, on a device, to `Ready`."""
 Progress = Callable[[int, int], None]
+"""Told how many of the bytes wanted are read, and how many that are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,15 @@ class Memory:
 
     chunk_bytes: int = 128 << 20
     depth: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Experts `first` to `last`, which all of these windows want."""
+
+    first: int
+    last: int
+    windows: tuple[int, ...]
 
 
 class ExpertReader:
@@ -85,46 +96,56 @@ class ExpertReader:
         """Each window's experts as stored, in memory of their own that JAX's CPU backend takes over."""
         results = [self._allocate(window.last - window.first, window, aligned) for window in windows]
 
-        def job(first: int, last: int) -> int:
+        def job(chunk: _Chunk) -> int:
             fills: list[Fill] = []
-            for window, raw in zip(windows, results, strict=True):
-                low, high = max(first, window.first), min(last, window.last)
-                if low < high:
-                    fills += self._fills(window, low, _rows_of(raw, low - window.first, high - window.first))
+            for number in chunk.windows:
+                window = windows[number]
+                raw = _rows_of(results[number], chunk.first - window.first, chunk.last - window.first)
+                fills += self._fills(window, chunk.first, raw)
             fill(fills)
             return sum(item.target.nbytes for item in fills)
 
-        total = sum(array.nbytes for raw in results for of_part in raw.values() for array in of_part.values())
-        _run(job, self._chunks(windows, memory), memory, total, progress)
+        done, total = 0, self._wanted_nbytes(windows)
+        jobs = (functools.partial(job, chunk) for chunk in self._chunks(windows, memory))
+        for size in ahead(jobs, memory.depth):
+            done += size
+            progress(done, total)
         return results
 
     def read_through(
-        self,
-        window: Window,
-        memory: Memory,
-        progress: Progress,
-        use: Callable[[int, Raw], None],
+        self, windows: Sequence[Window], memory: Memory, progress: Progress, use: Callable[[int, int, Raw], None]
     ) -> None:
-        """Calls `use(first, raw)` with chunk after chunk of the window; `raw` is to be left alone when that returns."""
-        chunks = list(self._chunks([window], memory))
-        size = max(_nbytes(self._shapes(last - first, window)) for first, last in chunks)
+        """Calls `use(number, first, raw)` for chunk after chunk of experts and every one of the windows that wants it.
+
+        `number` is the window's, `first` that of the chunk's first expert; `raw` is to be left alone when `use`
+        returns.
+        """
+        chunks = list(self._chunks(windows, memory))
+        size = max(self._chunk_nbytes(chunk, windows) for chunk in chunks)
         free = [np.empty(size + ALIGNMENT, np.uint8) for _ in range(min(memory.depth, len(chunks)))]
-        total, done = _nbytes(self._shapes(window.last - window.first, window)), 0
+        done, total = 0, self._wanted_nbytes(windows)
 
-        def jobs() -> Iterator[Callable[[], tuple[int, Raw, np.ndarray]]]:
-            for first, last in chunks:
-                yield functools.partial(job, first, last, free.pop())
+        def jobs() -> Iterator[Callable[[], tuple[_Chunk, list[Raw], np.ndarray]]]:
+            for chunk in chunks:
+                yield functools.partial(job, chunk, free.pop())
 
-        def job(first: int, last: int, buffer: np.ndarray) -> tuple[int, Raw, np.ndarray]:
-            raw = self._allocate(last - first, window, carver(buffer))
-            fill(self._fills(window, first, raw))
-            return first, raw, buffer
+        def job(chunk: _Chunk, buffer: np.ndarray) -> tuple[_Chunk, list[Raw], np.ndarray]:
+            allocate, wanted = carver(buffer), [windows[number] for number in chunk.windows]
+            raws = [self._allocate(chunk.last - chunk.first, window, allocate) for window in wanted]
+            pairs = zip(wanted, raws, strict=True)
+            fill([item for window, raw in pairs for item in self._fills(window, chunk.first, raw)])
+            return chunk, raws, buffer
 
-        for first, raw, buffer in ahead(jobs(), len(free)):
-            use(first - window.first, raw)
-            done += sum(array.nbytes for of_part in raw.values() for array in of_part.values())
+        for chunk, raws, buffer in ahead(jobs(), len(free)):
+            for number, raw in zip(chunk.windows, raws, strict=True):
+                use(number, chunk.first, raw)
+                done += sum(array.nbytes for of_part in raw.values() for array in of_part.values())
             free.append(buffer)
             progress(done, total)
+
+    def _wanted_nbytes(self, windows: Sequence[Window]) -> int:
+        shapes = (of for window in windows for of in self._shapes(window.last - window.first, window).values())
+        return sum(math.prod(shape) * dtype.itemsize for of in shapes for shape, dtype in of.values())
 
     def _shapes(self, count: int, window: Window) -> dict[str, dict[str, tuple[tuple[int, ...], np.dtype]]]:
         sizes = {"w13": (window.high - window.low, self.latent), "w2": (self.latent, window.high - window.low)}
@@ -156,16 +177,21 @@ class ExpertReader:
                     fills.append(Fill(place, target, rows, columns) if elements else Fill(place, target))
         return fills
 
-    def _chunks(self, windows: Sequence[Window], memory: Memory) -> Iterator[tuple[int, int]]:
-        """Ranges of experts, in order, that cover the windows in chunks of about the same size."""
-        wanted = [e for e in range(self.num_experts) if any(window.first <= e < window.last for window in windows)]
-        widest = max((window.high - window.low for window in windows), default=0)
-        whole = Window(0, 1, 0, self.width) if len(windows) > 1 else Window(0, 1, 0, widest)
-        a_chunk = max(1, memory.chunk_bytes // _nbytes(self._shapes(1, whole)))
-        for run in _runs(wanted):
-            size = -(-len(run) // -(-len(run) // a_chunk))
-            for start in range(0, len(run), size):
-                yield run[start], run[min(start + size, len(run)) - 1] + 1
+    def _chunks(self, windows: Sequence[Window], memory: Memory) -> Iterator[_Chunk]:
+        """Chunks, in order, that cover the windows; those of one window are of about the same size."""
+        edges = sorted({edge for window in windows for edge in (window.first, window.last)})
+        for start, end in itertools.pairwise(edges):
+            within = tuple(number for number, window in enumerate(windows) if window.first <= start < window.last)
+            if not within:
+                continue
+            an_expert = self._chunk_nbytes(_Chunk(0, 1, within), windows)
+            a_chunk = max(1, memory.chunk_bytes // an_expert)
+            size = -(-(end - start) // -(-(end - start) // a_chunk))
+            for first in range(start, end, size):
+                yield _Chunk(first, min(first + size, end), within)
+
+    def _chunk_nbytes(self, chunk: _Chunk, windows: Sequence[Window]) -> int:
+        return sum(_nbytes(self._shapes(chunk.last - chunk.first, windows[number])) for number in chunk.windows)
 
 
 def converter(stored: str, dtype: np.dtype, *, packed: bool) -> Convert | None:
@@ -202,57 +228,9 @@ def as_stored(raw: Mapping[str, Mapping[str, Any]]) -> Ready:
     }
 
 
-class Collected:
-    """Chunks of experts, converted on `device` (None: the default one) and put together there."""
-
-    def __init__(self, convert: Convert, count: int, device: jax.Device | None) -> None:
-        self._convert, self._count, self._device = convert, count, device
-        self.ready: Ready | None = None
-
-    def add(self, first: int, raw: Raw) -> None:
-        """Takes experts `first` and following; when it returns, `raw` is no longer needed."""
-        part = self._convert(jax.device_put(raw, self._device))
-        if jax.tree.leaves(part)[0].shape[0] == self._count:
-            self.ready = jax.block_until_ready(part)
-            return
-        if self.ready is None:
-            with jax.default_device(self._device):
-                self.ready = jax.tree.map(lambda leaf: jnp.zeros((self._count, *leaf.shape[1:]), leaf.dtype), part)
-        self.ready = _put(self.ready, part, jnp.int32(first))
-        jax.block_until_ready(self.ready)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(whole: Ready, part: Ready, first: jax.Array) -> Ready:
-    def put(whole: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(whole, part, first, 0)
-
-    return jax.tree.map(put, whole, part)
-
-
-def _run(
-    job: Callable[[int, int], int], chunks: Iterator[tuple[int, int]], memory: Memory, total: int, progress: Progress
-) -> None:
-    done = 0
-    for size in ahead((functools.partial(job, *chunk) for chunk in chunks), memory.depth):
-        done += size
-        progress(done, total)
-
-
 def _rows_of(raw: Raw, low: int, high: int) -> Raw:
     return {name: {tensor: array[low:high] for tensor, array in of.items()} for name, of in raw.items()}
 
 
 def _nbytes(shapes: Mapping[str, Mapping[str, tuple[tuple[int, ...], np.dtype]]]) -> int:
     return sum(padded(math.prod(shape) * dtype.itemsize) for of in shapes.values() for shape, dtype in of.values())
-
-
-def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Consecutive numbers together."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs

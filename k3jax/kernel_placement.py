@@ -16,7 +16,11 @@ from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, to_ker
 from sharding import Layout, local_shape, mesh_axes, partition_spec
 
 Place = Callable[..., Weights]
-"""`lay_out` with all but the weights and `gated` given."""
+"""`lay_out` with all but the weights, `gated` and `first_expert` given."""
+OfPart = Callable[[MXFP4Array, int], KernelWeights | None]
+"""Lays out one device's part, whose first expert is given; None if that cannot be done."""
+
+_AT_A_TIME = 128 << 20  # bytes of a layout that become another
 
 
 def lay_out_experts(w13: FrozenExperts, w2: FrozenExperts, layout: Layout, place: Place) -> None:
@@ -56,52 +60,81 @@ def _as_it_is(w: MXFP4Array) -> MXFP4Array:
     return w
 
 
-def _laid_out(rows: Callable[[Any], Any], place: Place, w: MXFP4Array) -> KernelWeights | None:
-    laid_out = place(jax.eval_shape(rows, w))  # first of shapes alone: `rows` copies, and mostly no kernel wants them
+def _laid_out(rows: Callable[[Any], Any], place: Place, w: MXFP4Array, first_expert: int = 0) -> KernelWeights | None:
+    # First of shapes alone: `rows` copies, and mostly no kernel wants them.
+    laid_out = place(jax.eval_shape(rows, w), first_expert=first_expert)
     if isinstance(laid_out, KernelWeights) and not _is_abstract(w):
-        laid_out = place(rows(w))
+        laid_out = place(rows(w), first_expert=first_expert)
     return laid_out if isinstance(laid_out, KernelWeights) else None
 
 
-def _on_mesh(
-    w: MXFP4Array, layout: Layout, axes: Axes, of_part: Callable[[MXFP4Array], KernelWeights | None]
-) -> KernelWeights | None:
+def _on_mesh(w: MXFP4Array, layout: Layout, axes: Axes, of_part: OfPart) -> KernelWeights | None:
     """Every device's part laid out; None if that cannot be done for all, in this process or in another."""
     assert layout.mesh is not None
-    parts = []
-    for part in _parts(w, layout, axes):
-        parts.append(of_part(part))
-        if parts[-1] is None:
+    parts, laid_out = _parts(w, layout, axes), []
+    for first_expert, part in parts:
+        found = of_part(part, first_expert)
+        if found is None:
             break
-    if not _everywhere(None not in parts, layout.mesh):
+        laid_out.append(found)
+    if not everywhere(len(laid_out) == len(parts), layout.mesh):
         return None
-    products = {part.mma for part in parts if part is not None}
-    if not _everywhere(products == {"e4m3"}, layout.mesh):  # all devices multiply alike
-        parts = [_for_bfloat16_products(part) for part in parts if part is not None]
-    first = parts[0]
-    assert first is not None
-    by_leaf = zip(*(jax.tree.leaves(part) for part in parts), strict=True)
-    leaves = [_joined(leaf, layout, of) for leaf, of in zip(by_leaf, kernel_axes(axes), strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(first), leaves)
+    return joined(multiply_alike(laid_out, layout.mesh), layout, axes)
 
 
-def _for_bfloat16_products(w: KernelWeights) -> KernelWeights:
-    return w if w.mma == "bf16" else to_kernel_layout(from_kernel_layout(w), recipe="w4a16", gated=w.gated)
+def multiply_alike(parts: list[KernelWeights], mesh: Mesh | None) -> list[KernelWeights]:
+    """What devices of this process hold of the same experts, for e4m3 products if all devices of the mesh have that.
+
+    What is laid out again replaces its part in the list.
+    """
+    if not everywhere(all(part.mma == "e4m3" for part in parts), mesh):
+        for number, part in enumerate(parts):
+            parts[number] = for_bfloat16_products(part)
+    return parts
 
 
-def _parts(w: MXFP4Array, layout: Layout, axes: Axes) -> Sequence[MXFP4Array]:
-    """What each device of this process holds; of shapes without values, what any does."""
+def for_bfloat16_products(w: KernelWeights) -> KernelWeights:
+    """The same weights, exactly, a few experts at a time and in the memory of `w`, which is no longer valid."""
+    if w.mma == "bf16":
+        return w
+    words, exponents = w.words, w.exponents
+    step = max(1, _AT_A_TIME // (words.nbytes // len(words)))
+    for first in range(0, len(words), step):
+        some = slice(first, first + step)
+        part = from_kernel_layout(KernelWeights(words[some], exponents[some], w.mma, w.gated))
+        again = to_kernel_layout(part, recipe="w4a16", gated=w.gated)
+        words, exponents = put_experts((words, exponents), (again.words, again.exponents), jnp.int32(first))
+    return KernelWeights(words, exponents, "bf16", w.gated)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_experts[T](whole: T, part: T, first: jax.Array) -> T:
+    """`whole`, whose memory it takes, with the experts of `part` from number `first` on; pytrees of arrays."""
+    return jax.tree.map(lambda all, some: jax.lax.dynamic_update_slice_in_dim(all, some, first, 0), whole, part)
+
+
+def _parts(w: MXFP4Array, layout: Layout, axes: Axes) -> Sequence[tuple[int, MXFP4Array]]:
+    """The first expert and the weights that each device of this process holds; of shapes without values, any's."""
     if not _is_abstract(w):
         shards = zip(w.codes.addressable_shards, w.scales.addressable_shards, strict=True)
-        return [MXFP4Array(codes.data, scales.data) for codes, scales in shards]
+        return [(codes.index[0].start or 0, MXFP4Array(codes.data, scales.data)) for codes, scales in shards]
     part = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(local_shape(leaf.shape, axes, layout.sizes, layout.rules), leaf.dtype), w
     )
-    return [part]
+    return [(0, part)]
 
 
-def _joined(parts: Sequence[Any], layout: Layout, axes: Axes) -> Any:
-    """One global array of what this process's devices hold, in the order of `addressable_shards`."""
+def joined(parts: Sequence[KernelWeights], layout: Layout, axes: Axes) -> KernelWeights:
+    """The whole experts of logical `axes`, of what each of this process's devices holds; one part without a mesh."""
+    if layout.mesh is None:
+        return parts[0]
+    by_leaf = zip(*(jax.tree.leaves(part) for part in parts), strict=True)
+    leaves = [joined_leaf(leaf, layout, of) for leaf, of in zip(by_leaf, kernel_axes(axes), strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(parts[0]), leaves)
+
+
+def joined_leaf(parts: Sequence[Any], layout: Layout, axes: Axes) -> Any:
+    """One global array of what this process's devices hold, in any order."""
     assert layout.mesh is not None
     sharding = NamedSharding(layout.mesh, partition_spec(axes, layout.rules))
     shards = [math.prod(getattr(layout.sizes, axis) for axis in split) for split in mesh_axes(axes, layout.rules)]
@@ -111,9 +144,9 @@ def _joined(parts: Sequence[Any], layout: Layout, axes: Axes) -> Any:
     return jax.make_array_from_single_device_arrays(shape, sharding, list(parts))
 
 
-def _everywhere(here: bool, mesh: Mesh) -> bool:
+def everywhere(here: bool, mesh: Mesh | None) -> bool:
     """Whether `here` is True in every process that has devices of the mesh."""
-    if not mesh.is_multi_process:
+    if mesh is None or not mesh.is_multi_process:
         return here
     flags = jax.make_array_from_callback(
         (mesh.size,), NamedSharding(mesh, PartitionSpec(mesh.axis_names)), lambda index: np.array([here])

@@ -14,23 +14,15 @@ from k3jax.checkpoint.buffers import aligned
 from k3jax.checkpoint.stream import Fill, fill
 from k3jax.checkpoint.tensor_table import MOE
 from k3jax.config import K3Config
-from k3jax.expert_stream import (
-    Collected,
-    Convert,
-    ExpertReader,
-    Memory,
-    Ready,
-    Window,
-    as_stored,
-    converter,
-)
-from k3jax.experts import RECIPES, Weights, gate_and_up_rows
+from k3jax.expert_arrays import ExpertArrays
+from k3jax.expert_stream import ExpertReader, Memory, Progress
+from k3jax.kernel_placement import Place
 from k3jax.linear import Weight
 from k3jax.moe_arrays import AXES, MoEArrays
 from k3jax.options import LoadOptions
 from k3jax.stored_weights import BF16, bf16_weight
-from pallas_kernels import KernelWeights, fp8_block, lay_out, quantize_fp8_block
-from sharding import Layout, mesh_axes, partition_spec
+from pallas_kernels import fp8_block, quantize_fp8_block
+from sharding import Layout, partition_spec
 
 Axes = tuple[str | None, ...]
 Index = tuple[slice, ...]
@@ -42,13 +34,13 @@ class LayerArrays:
     """The arrays of one layer, where `layout` wants them.
 
     Args:
-        tensors: the layer as stored. options: `host_memory`, `progress` and `allow_inexact`.
+        tensors: the layer as stored. options: `host_memory` and `dense_weights`.
+        progress: told how many bytes of the experts are read, and how many are to be.
     """
 
-    def __init__(self, tensors: LayerTensors, layout: Layout, options: LoadOptions) -> None:
-        self._tensors, self._layout, self._options = tensors, layout, options
+    def __init__(self, tensors: LayerTensors, layout: Layout, options: LoadOptions, progress: Progress) -> None:
+        self._tensors, self._layout, self._options, self._progress = tensors, layout, options, progress
         self._memory = Memory(max(1, options.host_memory // Memory.depth))
-        self._progress = options.progress or (lambda done, total: None)
 
     def mlp(self, prefix: str, width_axis: str) -> tuple[Weight, Weight]:
         """`gate_up [2, F, D]`, the gate first, and `down [D, F]`."""
@@ -69,8 +61,8 @@ class LayerArrays:
                 "two; use dense_weights='bf16', or fewer devices"
             )
 
-    def moe(self, config: K3Config, recipe: str, implementation: str | None) -> MoEArrays:
-        """All arrays of a mixture of experts: packed if the recipe's are, in a kernel's layout if it runs here."""
+    def moe(self, config: K3Config, *, packed: bool, place: Place | None) -> MoEArrays:
+        """All arrays of a mixture of experts, which are in MXFP4 if `packed`, and then laid out by `place`."""
         bias, norm = f"{MOE}gate.e_score_correction_bias", f"{MOE}routed_expert_norm.weight"
         arrays: dict[str, Any] = {"router_weight": self._matrix(f"{MOE}gate", AXES["router_weight"])}
         arrays["router_bias"] = self._vector(self._tensors[bias], AXES["router_bias"])
@@ -81,7 +73,10 @@ class LayerArrays:
             arrays["latent_norm"] = self._vector(self._tensors[norm].astype(BF16), AXES["latent_norm"])
         if config.num_shared_experts:
             arrays["shared_gate_up"], arrays["shared_down"] = self.mlp(f"{MOE}shared_experts.", "shared_ff")
-        w13, w2 = self._experts(config, recipe, implementation)
+        assert config.num_experts is not None
+        reader = ExpertReader(self._tensors, config.num_experts, config.expert_width, config.latent_size)
+        experts = ExpertArrays(reader, self._layout, self._memory, self._progress)
+        w13, w2 = experts.load(packed=packed, place=place)
         return MoEArrays(**arrays, w13=w13, w2=w2)
 
     def _sharding(self, axes: Axes) -> NamedSharding | None:
@@ -130,91 +125,3 @@ class LayerArrays:
             return jax.device_put(parts[of_device[0][1]])
         arrays = [jax.device_put(parts[whole], device) for device, whole in of_device]
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
-
-    def _experts(self, config: K3Config, recipe: str, implementation: str | None) -> tuple[Weights, Weights]:
-        num_experts, width, latent = config.num_experts, config.expert_width, config.latent_size
-        assert num_experts is not None
-        reader = ExpertReader(self._tensors, num_experts, width, latent)
-        sharding = self._sharding(AXES["w13"])
-        devices: dict[Window, list[jax.Device | None]] = {}
-        if sharding is None:
-            devices[Window(0, num_experts, 0, width)] = [None]
-        else:
-            shape = (num_experts, 2, width, latent)
-            for device, index in sharding.addressable_devices_indices_map(shape).items():
-                assert index is not None
-                (first, last, _), (low, high, _) = index[0].indices(num_experts), index[2].indices(width)
-                devices.setdefault(Window(first, last, low, high), []).append(device)
-        of_windows = [held[0] for held in devices.values()]
-        parts = self._windows(reader, list(devices), of_windows, recipe, implementation)
-        placed = [(device, part) for held, part in zip(devices.values(), parts, strict=True) for device in held]
-        w13, w2 = (self._joined(name, [(device, part[name]) for device, part in placed]) for name in ("w13", "w2"))
-        if isinstance(w13, dict):
-            ready = as_stored({"w13": w13, "w2": w2})
-            w13, w2 = ready["w13"], ready["w2"]
-        return w13, w2
-
-    def _windows(
-        self,
-        reader: ExpertReader,
-        windows: list[Window],
-        devices: Sequence[jax.Device | None],
-        recipe: str,
-        implementation: str | None,
-    ) -> list[Mapping[str, Any]]:
-        """w13 and w2 of each window: as stored and in the host's memory, or as they are wanted and on the device."""
-        convert = converter(reader.stored, reader.dtype, packed=RECIPES[recipe].packed)
-        platforms = {(device or jax.devices()[0]).platform for device in devices}
-        if convert is None and platforms == {"cpu"}:
-            return list(reader.read_in_place(windows, self._memory, self._progress))
-        results = []
-        for window, device in zip(windows, devices, strict=True):
-            try:
-                layer_out = self._with_layout(convert or as_stored, recipe, implementation)
-                results.append(self._collect(reader, window, device, layer_out))
-            except _NoKernelLayout:  # MoE says why; what was laid out is read again as it is stored
-                results.append(self._collect(reader, window, device, convert or as_stored))
-        return results
-
-    def _collect(
-        self, reader: ExpertReader, window: Window, device: jax.Device | None, convert: Convert
-    ) -> Mapping[str, Any]:
-        collected = Collected(convert, window.last - window.first, device)
-        reader.read_through(window, self._memory, self._progress, collected.add)
-        assert collected.ready is not None
-        return collected.ready
-
-    def _with_layout(self, convert: Convert, recipe: str, implementation: str | None) -> Convert:
-        """`convert`, and then into the layout of the kernel that will run, where a chunk of experts tells which."""
-        if self._layout.mesh is not None or self._options.allow_inexact or not RECIPES[recipe].packed:
-            return convert  # a layer over a mesh, or one to be narrowed, is laid out when it is whole
-        place = functools.partial(lay_out, recipe=recipe, implementation=implementation)
-        products: set[tuple[str, ...]] = set()  # of w13 and w2, the same for all chunks
-
-        def convert_and_lay_out(raw: Mapping[str, Mapping[str, Any]]) -> Ready:
-            ready = convert(raw)
-            w13, w2 = place(gate_and_up_rows(ready["w13"]), gated=True), place(ready["w2"], gated=False)
-            products.add(tuple(w.mma for w in (w13, w2) if isinstance(w, KernelWeights)))
-            if len(products) > 1 or len(*products) == 1:
-                raise _NoKernelLayout
-            return {"w13": w13, "w2": w2} if products != {()} else ready
-
-        return convert_and_lay_out
-
-    def _joined(self, name: str, placed: Sequence[tuple[jax.Device | None, Any]]) -> Any:
-        """One array of the whole layer out of what each device holds, for each leaf."""
-        sharding = self._sharding(AXES[name])
-        if sharding is None:
-            return jax.tree.map(jax.device_put, placed[0][1])
-        axes = mesh_axes(AXES[name], self._layout.rules)
-        shards = [math.prod(sharding.mesh.shape[axis] for axis in of_dimension) for of_dimension in axes]
-
-        def join(*leaves: jax.Array) -> jax.Array:
-            whole = tuple(size * count for size, count in zip(leaves[0].shape, shards, strict=True))
-            return jax.make_array_from_single_device_arrays(whole, sharding, list(leaves))
-
-        return jax.tree.map(join, *(jax.device_put(part, device) for device, part in placed))
-
-
-class _NoKernelLayout(Exception):
-    """Some experts fit a kernel's layout and others do not."""

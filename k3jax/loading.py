@@ -4,12 +4,14 @@ Every byte is read once and goes straight to the memory of the devices that hold
 host's (`layer_arrays.py`); packed experts stay packed unless the recipe is "bf16".
 """
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from jax.sharding import Mesh
 
-from k3jax.checkpoint import Checkpoint
+from k3jax.byte_count import ByteCount
+from k3jax.checkpoint import Checkpoint, LayerTensors
 from k3jax.convert.restore import restore_layers
 from k3jax.convert.target import is_converted
 from k3jax.experts import RECIPES
@@ -18,6 +20,8 @@ from k3jax.mlp import GatedMLP, mlp_layout
 from k3jax.moe import MoE, moe_layout
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.stored_weights import log_rounding, require_storage
+from pallas_kernels import lay_out
+from sharding import Layout
 
 
 def load_layer(
@@ -90,9 +94,9 @@ def load_layers(
             options=options,
         )
     checkpoint = Checkpoint.open(path)
-    config, numbers = checkpoint.config, list(layers)
-    located = []
-    for layer in numbers:
+    config = checkpoint.config
+    located: list[tuple[int, Layout, LayerTensors]] = []
+    for layer in layers:
         if config.is_moe(layer):  # what a mesh cannot split is told before anything is read
             layout = moe_layout(config, recipe, mesh, tokens, options)
         else:
@@ -100,26 +104,20 @@ def load_layers(
         tensors = checkpoint.read_layer(layer)
         require_storage(tensors, recipe, options, checkpoint.path)
         located.append((layer, layout, tensors))
+    count = ByteCount(sum(tensors.nbytes for _, _, tensors in located), options.progress)
+    place = functools.partial(lay_out, recipe=recipe, implementation=implementation)
+    place = functools.partial(place, allow_inexact=options.allow_inexact)
+    moe = functools.partial(MoE, config, recipe=recipe, implementation=implementation)
     results = []
     for layer, layout, tensors in located:
         log_rounding(tensors, layer, checkpoint.path)
-        arrays = LayerArrays(tensors, layout, options)
-        made: GatedMLP | MoE
-        if config.is_moe(layer):
-            moe = arrays.moe(config, recipe, implementation)
-            tensors.require_unchanged()
-            made = MoE(
-                config,
-                recipe=recipe,
-                implementation=implementation,
-                arrays=moe,
-                mesh=mesh,
-                tokens=tokens,
-                options=options,
-            )
-        else:
-            gate_up, down = arrays.mlp("mlp.", "mlp_ff")
-            tensors.require_unchanged()
-            made = GatedMLP(gate_up, down, activation=config.activation, mesh=mesh, tokens=tokens, options=options)
-        results.append(made)
+        made: Callable[..., GatedMLP | MoE]
+        with count.layer(layer, tensors.nbytes) as progress:
+            arrays = LayerArrays(tensors, layout, options, progress)
+            if config.is_moe(layer):
+                made = functools.partial(moe, arrays=arrays.moe(config, packed=RECIPES[recipe].packed, place=place))
+            else:
+                made = functools.partial(GatedMLP, *arrays.mlp("mlp.", "mlp_ff"), activation=config.activation)
+        tensors.require_unchanged()
+        results.append(made(mesh=mesh, tokens=tokens, options=options))
     return results

@@ -1,7 +1,8 @@
 """Choices of loading and running a layer that few callers change."""
 
 import dataclasses
-from collections.abc import Callable
+
+from k3jax.byte_count import Told
 
 DENSE_WEIGHTS = ("bf16", "fp8")
 
@@ -29,7 +30,8 @@ class LoadOptions:
         gpus_per_node: GPUs that reach each other at full speed. A dense layer with replicated tokens is split over no
             more ranks than this, and `choose_transport` asks for it.
         host_memory: bytes of the host's memory that loading experts may take beside what the layer itself is held in.
-        progress: called while experts are read, with the bytes done and the bytes in all.
+        progress: called while layers are read, with the bytes done, the bytes of all layers asked for, and what is read
+            now; `k3jax.progress.bytes_bar` makes one that shows them with their rate and the time left.
     """
 
     dense_weights: str = "bf16"
@@ -41,7 +43,7 @@ class LoadOptions:
     max_tokens: int | None = 8192
     gpus_per_node: int = 8
     host_memory: int = 1 << 30
-    progress: Callable[[int, int], None] | None = None
+    progress: Told | None = None
 
     def __post_init__(self) -> None:
         if self.dense_weights not in DENSE_WEIGHTS:

@@ -15,7 +15,13 @@ def place_parameters(layer: nnx.Module, layout: Layout) -> None:
     """Puts every parameter of `layer` where `layout` wants it."""
     for _, variable in nnx.iter_graph(layer):
         if isinstance(variable, nnx.Variable):
-            variable.set_value(layout.place(variable.get_value(), _axes(variable)))
+            value, axes = variable.get_value(), _axes(variable)
+            if isinstance(value, KernelWeights):
+                leaves = zip(jax.tree.leaves(value), kernel_axes(axes), strict=True)
+                placed = [layout.place(leaf, leaf_axes) for leaf, leaf_axes in leaves]
+                variable.set_value(jax.tree.unflatten(jax.tree.structure(value), placed))
+            else:
+                variable.set_value(layout.place(value, axes))
 
 
 def parameter_specs(layer: nnx.Module, rules: AxisRules) -> Any:

@@ -1,32 +1,39 @@
 """Loading in chunks, over meshes and through buffers: the same arrays, each byte read once, memory bounded."""
 
+import dataclasses
+import functools
 import itertools
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoint_edits import Stored, rewrite, tiny_checkpoint
 from flax import nnx
 from numerics import assert_same_bits
 
-from k3jax import LoadOptions, MoE, layer_arrays, load_layer, load_layers
+from k3jax import LoadOptions, MoE, expert_arrays, load_layer, load_layers
 from k3jax.checkpoint import safetensors_file
 from k3jax.checkpoint.safetensors_file import SafetensorsFile
 from k3jax.expert_stream import as_stored
-from pallas_kernels import KernelWeights, MXFP4Array, select
+from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, select
+from pallas_kernels.grouped_matmul import kernel_layout
+from pallas_kernels.grouped_matmul.kernel_layout import SPANS
+from pallas_kernels.grouped_matmul.narrowing import narrow
 from sharding import make_mesh
 
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
-    "latent_size": 64,
+    "latent_size": 128,
     "expert_width": 128,
     "num_experts": 8,
 }
-EXPERT = 3 * 128 * 64 * 17 // 32  # bytes of one expert's codes and scales
+EXPERT = 3 * 128 * 128 * 17 // 32  # bytes of one expert's codes and scales
 A_FEW = LoadOptions(host_memory=8 * 2 * EXPERT)  # chunks of two experts
 
 
@@ -71,7 +78,7 @@ def test_a_mesh_holds_the_same_arrays_and_reads_no_byte_of_an_expert_twice(
     spans = sorted(experts)
     assert sum(end - begin for _, begin, end in reads) <= single + 10_000
     assert all(after[0] != before[0] or after[1] >= before[2] for before, after in itertools.pairwise(spans))
-    assert spread.w13.get_value().codes.addressable_shards[0].data.shape == (8 // sizes[1], 2, 128 // sizes[2], 32)
+    assert spread.w13.get_value().codes.addressable_shards[0].data.shape == (8 // sizes[1], 2, 128 // sizes[2], 64)
     assert_same_layers(load_layer(folder, 0, mesh=make_mesh(*sizes)), load_layer(folder, 0))
 
 
@@ -88,78 +95,140 @@ def test_chunks_join_to_the_same_layer(
     recipe: str, plain: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny_checkpoint(tmp_path, plain_experts=plain, **SIZES)
-    told: list[tuple[int, int]] = []
+    told: list[tuple[int, int, str]] = []
     options = LoadOptions(
-        quantize_plain=True, host_memory=3 * 8 * EXPERT, progress=lambda done, total: told.append((done, total))
+        quantize_plain=True,
+        host_memory=3 * 8 * EXPERT,
+        progress=lambda done, total, what: told.append((done, total, what)),
     )
     expected = load_layer(folder, 1, recipe=recipe, options=LoadOptions(quantize_plain=True))
     if plain is None and recipe == "w4a16":  # what a GPU does
-        monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+        monkeypatch.setattr(expert_arrays, "converter", lambda *_, **__: as_stored)
     assert_same_layers(load_layer(folder, 1, recipe=recipe, options=options), expected)
-    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert [done for done, *_ in told] == sorted(done for done, *_ in told)
     assert len(told) >= 3
     assert told[-1][0] == told[-1][1] == told[0][1]
 
 
-def test_a_kernel_s_layout_is_made_on_the_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def mosaic_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that says it can run that kernel: experts get its layout, which is not multiplied here."""
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
-    whole = load_layer(folder, 1)
-    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
-    streamed = load_layer(folder, 1, options=A_FEW)
-    assert isinstance(streamed, MoE)
-    assert isinstance(streamed.w13.get_value(), KernelWeights)
-    assert_same_layers(streamed, whole)
 
 
-def test_experts_of_which_some_do_not_fit_the_kernel_stay_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def experts_of(layer: Any) -> dict[str, Any]:
+    assert isinstance(layer, MoE)
+    return {"w13": layer.w13.get_value(), "w2": layer.w2.get_value()}
+
+
+def as_checkpoints_have_it(w: Any) -> MXFP4Array:
+    """The experts out of a kernel's layout, in which ranks may have laid out parts of their width each by itself."""
+    assert isinstance(w, KernelWeights)
+    w = jax.device_put(w, jax.devices()[0])
+    parts = [
+        from_kernel_layout(KernelWeights(words, exponents, w.mma, w.gated))
+        for words, exponents in zip(
+            jnp.split(w.words, w.exponents.size // len(w.words), axis=1 if w.gated else 2),
+            w.exponents.reshape(-1, len(w.words)),
+            strict=True,
+        )
+    ]
+    if w.gated:
+        parts = [jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[0], 2, -1, leaf.shape[-1]), part) for part in parts]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-2 if w.gated else -1), *parts)
+
+
+@pytest.mark.usefixtures("mosaic_runs")
+def test_a_kernel_s_layout_is_made_on_the_way(tmp_path: Path, reads: list[tuple[str, int, int]]) -> None:
+    """Of a chunk at a time, each byte read once: devices hold the layer and what one chunk takes, as live arrays."""
+    folder = tiny_checkpoint(tmp_path, **SIZES | {"expert_width": 256})
+    stored = experts_of(load_layer(folder, 1, implementation="xla"))
+    once, most, before = sum(end - begin for _, begin, end in reads), 0, sum(a.nbytes for a in jax.live_arrays())
+    reads.clear()
+
+    def tell(*_: Any) -> None:
+        nonlocal most
+        most = max(most, sum(array.nbytes for array in jax.live_arrays()) - before)
+
+    original = kernel_layout._pack
+
+    def spy(codes: jax.Array, *others: Any, **named: Any) -> Any:
+        found = original(codes, *others, **named)
+        tell()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel_layout, "_pack", spy)
+        options = LoadOptions(host_memory=8 * 2 * 2 * EXPERT, progress=tell)  # chunks of two of these experts
+        streamed = load_layer(folder, 1, mesh=make_mesh(tensor=2), options=options)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(streamed)))
+    assert held < most < held + 3 * 2 * 2 * EXPERT
+    assert sum(end - begin for _, begin, end in reads) <= once + 10_000
+    for name, w in experts_of(streamed).items():
+        jax.tree.map(assert_same_bits, as_checkpoints_have_it(w), stored[name])
+
+
+def widened(folder: Path, edit: Callable[[np.ndarray], None]) -> Path:
+    """A checkpoint in which `edit` has changed the scales of expert 5's w2."""
+    path = tiny_checkpoint(folder, **SIZES)
+
+    def widen(tensors: Stored) -> None:
+        name = "language_model.model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
+        scales = tensors[name][1].copy()
+        edit(scales)
+        tensors[name] = ("U8", scales)
+
+    rewrite(path, widen)
+    return path
+
+
+def wide(scales: np.ndarray) -> None:
+    scales[0], scales[1] = 250, 1
+
+
+def one_too_wide_for_e4m3(scales: np.ndarray) -> None:
+    scales.flat[0] = scales.max() - 12
+
+
+@pytest.mark.usefixtures("mosaic_runs")
+def test_experts_of_which_some_do_not_fit_the_kernel_stay_as_they_are(tmp_path: Path) -> None:
+    folder = widened(tmp_path, wide)
+    w2 = experts_of(load_layer(folder, 1, options=A_FEW))["w2"]
+    assert isinstance(w2, MXFP4Array)
+    jax.tree.map(assert_same_bits, w2, experts_of(load_layer(folder, 1, implementation="xla"))["w2"])
+
+
+@pytest.mark.usefixtures("mosaic_runs")
+def test_they_are_named_by_the_layer_s_numbers_and_rounded_on_the_way(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = tiny_checkpoint(tmp_path, **SIZES)
-
-    def widen(tensors: Stored) -> None:
-        name = "language_model.model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
-        scales = tensors[name][1].copy()
-        scales[0] = 250
-        scales[1] = 1
-        tensors[name] = ("U8", scales)
-
-    rewrite(folder, widen)
-    expected = load_layer(folder, 1)
-    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
-    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
-    streamed = load_layer(folder, 1, options=A_FEW)
-    assert isinstance(streamed, MoE)
-    assert isinstance(expected, MoE)
-    ours, theirs = streamed.w2.get_value(), expected.w2.get_value()
-    assert isinstance(ours, MXFP4Array)
-    assert isinstance(theirs, MXFP4Array)
-    np.testing.assert_array_equal(ours.codes, theirs.codes)
+    """Expert 5 is in the third chunk, and on the second of two devices."""
+    load = functools.partial(load_layer, widened(tmp_path, wide), 1)
+    with pytest.raises(NotImplementedError, match="expert 5: scale bytes from 1 to 250"):
+        load(mesh=make_mesh(expert=2), implementation="mosaic", options=A_FEW)
+    rounded = experts_of(load(options=dataclasses.replace(A_FEW, allow_inexact=True)))
+    assert "the worst, expert 5, by" in caplog.text
+    stored = experts_of(load(implementation="xla"))
+    jax.tree.map(assert_same_bits, as_checkpoints_have_it(rounded["w13"]), stored["w13"])
+    w2 = as_checkpoints_have_it(rounded["w2"])
+    jax.tree.map(assert_same_bits, w2[:5], stored["w2"][:5])
+    jax.tree.map(assert_same_bits, w2[4:6], narrow(stored["w2"][4:6], span=SPANS["bf16"])[0])
 
 
-def test_chunks_of_experts_multiply_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("mosaic_runs")
+def test_chunks_and_devices_multiply_alike(tmp_path: Path) -> None:
     """Expert 5 spans 13 scale bytes: one too many for e4m3 products, which the chunks without it could have."""
-    folder = tiny_checkpoint(tmp_path, **SIZES | {"latent_size": 128, "expert_width": 128})
-
-    def widen(tensors: Stored) -> None:
-        name = "language_model.model.layers.1.block_sparse_moe.experts.5.w2.weight_scale"
-        scales = tensors[name][1].copy()
-        scales.flat[0] = scales.max() - 12
-        tensors[name] = ("U8", scales)
-
-    rewrite(folder, widen)
-    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
-    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
-    streamed = load_layer(folder, 1, recipe="w4a8_fp8", options=A_FEW)
-    assert isinstance(streamed, MoE)
-    w13, w2 = streamed.w13.get_value(), streamed.w2.get_value()
-    assert isinstance(w13, KernelWeights)
-    assert isinstance(w2, KernelWeights)
-    assert (w13.mma, w2.mma) == ("e4m3", "bf16")
+    folder = widened(tmp_path, one_too_wide_for_e4m3)
+    stored = experts_of(load_layer(folder, 1, implementation="xla"))
+    streamed = experts_of(load_layer(folder, 1, recipe="w4a8_fp8", mesh=make_mesh(expert=2), options=A_FEW))
+    assert (streamed["w13"].mma, streamed["w2"].mma) == ("e4m3", "bf16")
+    for name, w in streamed.items():
+        jax.tree.map(assert_same_bits, as_checkpoints_have_it(w), stored[name])
 
 
 def test_the_host_s_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What NumPy allocates while experts go through buffers: eight chunks, however many there are."""
-    monkeypatch.setattr(layer_arrays, "converter", lambda *_, **__: as_stored)
+    monkeypatch.setattr(expert_arrays, "converter", lambda *_, **__: as_stored)
     folder = tiny_checkpoint(tmp_path, latent_size=512, expert_width=512, num_experts=32, hidden_size=32)
     expert = 3 * 512 * 512 * 17 // 32
     peaks = {}

@@ -43,6 +43,11 @@ class LayerTensors(Mapping):  # unsubscripted: annotation checkers would read a 
         place = self.places[suffix]
         return place.file[place.name]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all tensors as stored."""
+        return sum(place.entry.nbytes for place in self.places.values())
+
     def dtype(self, suffix: str) -> np.dtype:
         """The stored dtype, without reading the tensor."""
         place = self.places[suffix]

@@ -70,7 +70,8 @@ def restore_layers(
             raise ValueError(f"{folder} keeps its experts in {of_layer['experts']}, for another recipe than {recipe!r}")
         layout = moe_layout(config, recipe, mesh, tokens, options)
         weights = read_weights(folder, of_layer, layout, AXES)
-        if of_layer["experts"] == "mosaic" and (mesh is not None or not _is_wanted(weights, recipe, implementation)):
+        splits_width = layout.sizes.tensor > 1  # of which each part is laid out by itself
+        if of_layer["experts"] == "mosaic" and (splits_width or not _is_wanted(weights, recipe, implementation)):
             weights = {**weights, **_taken_apart(weights)}
         results.append(
             MoE(

@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import gc
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from k3jax.byte_count import ByteCount, Told
 from k3jax.checkpoint import CONFIG, Checkpoint, LayerTensors
 from k3jax.config import K3Config
 from k3jax.convert.named_arrays import Weights, description, digest, kind_of_experts, named_arrays
@@ -29,21 +29,20 @@ from k3jax.convert.target import (
     read_record,
     write_record,
 )
-from k3jax.experts import RECIPES, gate_and_up_rows
+from k3jax.expert_stream import Progress
+from k3jax.experts import RECIPES
+from k3jax.kernel_placement import Place
 from k3jax.layer_arrays import LayerArrays
 from k3jax.mlp import mlp_layout
 from k3jax.moe import moe_layout
 from k3jax.moe_arrays import AXES
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.stored_weights import log_rounding, require_storage
-from pallas_kernels import MXFP4Array, lay_out, to_kernel_layout
-from sharding import Layout
+from pallas_kernels import lay_out, to_kernel_layout
+from sharding import Layout, mesh_sizes
 
 LAYOUT_VERSION = 1  # Count up whenever a kernel's layout or the names of the arrays change.
 IMPLEMENTATIONS = ("reference", "xla", "mosaic")
-
-Progress = Callable[[int, int, str], None]
-"""`(bytes done, bytes in all, what)`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,9 @@ class Request:
 
     Attributes:
         layers: numbers, None for all. implementation: "mosaic" for that kernel's layout, which any machine can write;
-            "xla" or "reference" for the checkpoint's own; None for what a layer would have on this device.
+            "xla" or "reference" for the checkpoint's own; None for what a layer would have on this device, or the
+            checkpoint's own where the mesh splits the experts' width.
+        mesh: what a layer is spread over while it is converted; what is written is the same.
     """
 
     source: Path
@@ -73,7 +74,7 @@ class Result:
     renewed: tuple[int, ...]
 
 
-def convert(request: Request, progress: Progress = lambda done, total, what: None) -> Result:
+def convert(request: Request, progress: Told | None = None) -> Result:
     """Writes the layers that the target lacks, or whose source has changed. Each appears whole, or not at all.
 
     Raises:
@@ -88,32 +89,24 @@ def convert(request: Request, progress: Progress = lambda done, total, what: Non
     for tensors in located.values():
         require_storage(tensors, request.recipe, request.options, checkpoint.path)
     written, kept, renewed = [], [], []
-    sizes = {layer: sum(place.entry.nbytes for place in tensors.places.values()) for layer, tensors in located.items()}
-    done, total = 0, sum(sizes.values())
+    count = ByteCount(sum(tensors.nbytes for tensors in located.values()), progress)
     with locked(request.target):
         _claim(request.target, record)
         for layer, tensors in located.items():
             folder = layer_folder(request.target, layer)
             is_there = (folder / LAYER).exists()
-            if is_there and read_record(folder / LAYER)["shards"] == shards_of(tensors):
-                kept.append(layer)
-            else:
-                told = functools.partial(_told, progress, done, total, f"layer {layer}")
-                told(0, 0)
+            with count.layer(layer, tensors.nbytes) as told:
+                if is_there and read_record(folder / LAYER)["shards"] == shards_of(tensors):
+                    kept.append(layer)
+                    continue
                 _write_layer(request, checkpoint.config, layer, tensors, told)
-                written.append(layer)
-                renewed += [layer] * is_there
-                gc.collect()
-            done += sizes[layer]
-    progress(total, total, "done")
+            written.append(layer)
+            renewed += [layer] * is_there
+            gc.collect()
     return Result(tuple(written), tuple(kept), tuple(renewed))
 
 
-def _told(progress: Progress, before: int, total: int, what: str, done: int, _: int) -> None:
-    progress(before + done, total, what)
-
-
-def verify(target: Path, progress: Progress = lambda done, total, what: None) -> list[str]:
+def verify(target: Path, progress: Told = lambda done, total, what: None) -> list[str]:
     """Reads every converted layer back; what is wrong, in words: nothing if all is as it was written and still fresh.
 
     Raises:
@@ -143,6 +136,11 @@ def _record(request: Request, checkpoint: Checkpoint) -> dict[str, Any]:
         raise ValueError(f"recipe={request.recipe!r} is not one of {', '.join(RECIPES)}")
     if request.implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(f"implementation={request.implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if request.implementation == "mosaic" and _splits_width(request):
+        raise NotImplementedError(
+            "a kernel's layout of a part of each expert's width is no use on another mesh: convert with tensor=1, and "
+            "load_layers splits what was written over any mesh"
+        )
     if jax.process_count() > 1:
         raise NotImplementedError("k3jax convert runs in one process; load_layers reads what it wrote in several")
     return {
@@ -171,12 +169,9 @@ def _claim(target: Path, record: dict[str, Any]) -> None:
         write_record(target / TARGET, record)
 
 
-def _write_layer(
-    request: Request, config: K3Config, layer: int, tensors: LayerTensors, progress: Callable[[int, int], None]
-) -> None:
-    options = dataclasses.replace(request.options, progress=progress)
+def _write_layer(request: Request, config: K3Config, layer: int, tensors: LayerTensors, progress: Progress) -> None:
     log_rounding(tensors, layer, request.source)
-    weights = _weights(request, config, layer, tensors, options)
+    weights = _weights(request, config, layer, tensors, progress)
     tensors.require_unchanged()
     arrays = named_arrays(weights)
     of_layer = {
@@ -193,35 +188,30 @@ def _write_layer(
         write_record(folder / LAYER, of_layer)
 
 
-def _weights(request: Request, config: K3Config, layer: int, tensors: LayerTensors, options: LoadOptions) -> Weights:
+def _weights(request: Request, config: K3Config, layer: int, tensors: LayerTensors, progress: Progress) -> Weights:
+    options = request.options
     if not config.is_moe(layer):
         layout = mlp_layout(config.intermediate_size, request.mesh, "replicated", options)
-        gate_up, down = LayerArrays(tensors, layout, options).mlp("mlp.", "mlp_ff")
+        gate_up, down = LayerArrays(tensors, layout, options, progress).mlp("mlp.", "mlp_ff")
         return {"gate_up": gate_up, "down": down}
     layout = moe_layout(config, request.recipe, request.mesh, "replicated", options)
-    # The layout of a kernel is made here, where it may be one for another device than this.
-    arrays = LayerArrays(tensors, layout, options).moe(config, request.recipe, "xla")
-    weights = {name: array for name, array in vars(arrays).items() if array is not None}
-    return {**weights, **_laid_out(weights, request)}
+    arrays = LayerArrays(tensors, layout, options, progress)
+    moe = arrays.moe(config, packed=RECIPES[request.recipe].packed, place=_place(request))
+    return {name: array for name, array in vars(moe).items() if array is not None}
 
 
-def _laid_out(weights: Weights, request: Request) -> Weights:
-    """The experts in the layout that was asked for."""
-    w13, w2 = weights["w13"], weights["w2"]
-    if request.implementation in ("xla", "reference") or not isinstance(w13, MXFP4Array):
-        return {"w13": w13, "w2": w2}
-    rows = gate_and_up_rows(w13)
-    assert isinstance(rows, MXFP4Array)
+def _place(request: Request) -> Place | None:
+    """Gives the experts the layout that was asked for; None for the checkpoint's own."""
+    if request.implementation in ("xla", "reference"):
+        return None
     # With the products that every recipe has there: what restores a layer for others lays it out again.
-    if request.implementation == "mosaic":
-        return {
-            "w13": to_kernel_layout(rows, recipe="w4a16", gated=True),
-            "w2": to_kernel_layout(w2, recipe="w4a16", gated=False),
-        }
-    laid_out = lay_out(rows, recipe="w4a16", gated=True), lay_out(w2, recipe="w4a16", gated=False)
-    if any(isinstance(w, MXFP4Array) for w in laid_out):
-        return {"w13": w13, "w2": w2}
-    return {"w13": laid_out[0], "w2": laid_out[1]}
+    if request.implementation == "mosaic":  # which may be for another device than this
+        return functools.partial(to_kernel_layout, recipe="w4a16")
+    return None if _splits_width(request) else functools.partial(lay_out, recipe="w4a16")
+
+
+def _splits_width(request: Request) -> bool:
+    return request.mesh is not None and mesh_sizes(request.mesh).tensor > 1
 
 
 def _require_as_written(folder: Path, of_layer: dict[str, Any]) -> None:

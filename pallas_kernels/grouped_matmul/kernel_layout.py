@@ -95,8 +95,10 @@ class KernelWeights:
         return self
 
 
-def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool) -> KernelWeights:
+def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool, first_expert: int = 0) -> KernelWeights:
     """Re-lays `w [G, N, K]` out for the Hopper kernel, exactly; `gated`: N counts gate rows and then up rows.
+
+    Errors count experts from `first_expert`, for weights that are a part of a layer's.
 
     Works expert by expert, so that its temporaries stay small. Not for use under `jit`: it looks at the scales. Shapes
     without values (`jax.ShapeDtypeStruct`) become such.
@@ -116,7 +118,7 @@ def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool) -> KernelWeight
     if isinstance(w.codes, jax.ShapeDtypeStruct):
         shapes = jax.eval_shape(functools.partial(_pack, mma=mma, gated=gated), w.codes, w.scales)
         return KernelWeights.tree_unflatten((mma, gated), shapes)
-    _require_span(w, mma)
+    _require_span(w, mma, first_expert)
     words, exponents = _pack(w.codes, w.scales, mma, gated)
     return KernelWeights(words, exponents, mma, gated)
 
@@ -126,16 +128,17 @@ def from_kernel_layout(w: KernelWeights) -> MXFP4Array:
     return MXFP4Array(*_unpack(w.words, w.exponents, w.mma, w.gated))
 
 
-def _require_span(w: MXFP4Array, mma: Mma) -> None:
+def _require_span(w: MXFP4Array, mma: Mma, first_expert: int) -> None:
     """Raises NotImplementedError naming the first expert whose scales the kernel cannot hold exactly."""
     most, least, outside = (np.asarray(a) for a in _extremes(w.codes, w.scales, mma))
     for expert in np.flatnonzero((most == 255) | (most - least >= SPANS[mma]) | outside):
+        number = first_expert + int(expert)
         if most[expert] == 255:
             raise NotImplementedError(
-                f"expert {expert} has a NaN scale (byte 255), which the Hopper kernel cannot hold"
+                f"expert {number} has a NaN scale (byte 255), which the Hopper kernel cannot hold"
             )
         raise NotImplementedError(
-            f"expert {expert}: scale bytes from {least[expert]} to {most[expert]}; the Hopper kernel is exact for at "
+            f"expert {number}: scale bytes from {least[expert]} to {most[expert]}; the Hopper kernel is exact for at "
             f"most {SPANS[mma]} consecutive scale bytes within an expert. Use implementation='xla' for these weights"
         )
 

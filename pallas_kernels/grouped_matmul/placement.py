@@ -27,6 +27,7 @@ def lay_out(
     gated: bool,
     implementation: str | None = None,
     allow_inexact: bool = False,
+    first_expert: int = 0,
 ) -> Array | MXFP4Array | KernelWeights:
     """`w [G, N, K]` for `grouped_matmul(..., implementation=implementation)` on this device.
 
@@ -38,6 +39,7 @@ def lay_out(
         gated: N counts gate rows and then up rows, for a fused activation.
         allow_inexact: where an expert's exponents span more than the kernel holds, round its smallest blocks to what it
             does, and log a warning of how much is lost.
+        first_expert: the number of the first one, by which messages name experts.
 
     Raises:
         NotImplementedError: "mosaic" was asked for and cannot run here, or cannot hold these weights (the message names
@@ -56,8 +58,9 @@ def lay_out(
                 if kernels == "mosaic":
                     _require_tunings(w, layout, gated)
                 has_values = not isinstance(w.codes, jax.ShapeDtypeStruct)
-                narrowed = _narrowed(w, layout) if allow_inexact and has_values and layout == layouts[-1] else w
-                return to_kernel_layout(narrowed, recipe=layout, gated=gated)
+                rounds = allow_inexact and has_values and layout == layouts[-1]
+                narrowed = _narrowed(w, layout, first_expert) if rounds else w
+                return to_kernel_layout(narrowed, recipe=layout, gated=gated, first_expert=first_expert)
             except NotImplementedError as error:
                 reason = str(error)
                 what = f"{RECIPES[layout]} products of {recipe}"
@@ -84,7 +87,7 @@ def _require_tunings(w: MXFP4Array, recipe: str, gated: bool) -> None:
         choose_tuning(rows_a_group * groups, groups, n, k, RECIPES[recipe], gated)
 
 
-def _narrowed(w: MXFP4Array, recipe: str) -> MXFP4Array:
+def _narrowed(w: MXFP4Array, recipe: str, first_expert: int) -> MXFP4Array:
     narrowed, changed, lost = narrow(w, span=SPANS[RECIPES[recipe]])
     experts = np.flatnonzero(np.asarray(changed))
     if not experts.size:
@@ -95,7 +98,7 @@ def _narrowed(w: MXFP4Array, recipe: str) -> MXFP4Array:
         "L2 error of %.1e",
         experts.size,
         len(lost),
-        worst,
+        first_expert + worst,
         float(lost[worst]),
     )
     return narrowed
