@@ -1,11 +1,13 @@
 """Converts a checkpoint over and over in processes that are killed at random moments, and says how each resume ended.
 
 A program of its own: `interrupted_convert.py SOURCE FOLDER KILLS SEED`. One process imports everything, and forks for
-each attempt. Prints a JSON line for each kill: the second it came at, which layers were whole, and what a resumed
-conversion left.
+each attempt. First it prints, as JSON, what stood in the layers' places at every step of a conversion that nothing
+disturbs and of one that replaces its layers; then a line for each kill: the second it came at, which layers were whole,
+and what a resumed conversion left.
 """
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -37,8 +39,8 @@ def forked(action: Callable[[], object]) -> int:
     return child
 
 
-def ended_well(child: int) -> bool:
-    return os.waitpid(child, 0)[1] == 0
+def status_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def records(target: Path) -> dict[str, str]:
@@ -47,39 +49,68 @@ def records(target: Path) -> dict[str, str]:
     return {str(path.relative_to(target)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def reads_back(target: Path) -> bool:
-    """Whether every layer that looks whole is; in a process of its own, so that this one can go on forking."""
+def layers(target: Path) -> dict[str, list[str]]:
+    """The files, with their sizes, in each layer's place."""
+    return {
+        folder.name: sorted(f"{path.relative_to(folder)} {path.stat().st_size}" for path in folder.rglob("*"))
+        for folder in target.glob("layer-*")
+    }
 
-    def check() -> None:
-        assert run.verify(target) == []
 
-    return ended_well(forked(check))
+def watched(request: run.Request, found: Path) -> None:
+    """Converts twice, of a source that looks changed the second time; writes to `found` what was seen on the way."""
+    seen: list[list[dict[str, list[str]]]] = []
+    steps = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
+
+    def look(event: str, _: Any) -> None:
+        if event in steps and seen and (now := layers(request.target)) not in seen[-1]:
+            seen[-1].append(now)
+
+    sys.addaudithook(look)  # for the life of this process
+    for _ in range(2):
+        seen.append([])
+        run.convert(request)
+        seen[-1].append(layers(request.target))
+        if len(seen) == 1:
+            for shard in request.source.glob("*.safetensors"):
+                os.utime(shard)
+    result = json.dumps(seen)
+    seen.clear()
+    found.write_text(result)
+
+
+def after_a_kill(request: run.Request) -> None:
+    """Exits with 2 if a layer that looks whole is not; with 3 if a resumed conversion does not read back."""
+    if request.target.exists() and converted_layers(request.target) and run.verify(request.target):
+        os._exit(2)
+    run.convert(request)
+    if run.verify(request.target):
+        os._exit(3)
 
 
 def main(source: Path, folder: Path, kills: int, seed: int) -> None:
     """Kills `kills` conversions."""
+    gc.freeze()  # what was imported is not searched again by every child
     request = run.Request(source=source, target=folder / "reference")
     start = time.perf_counter()
-    assert ended_well(forked(lambda: run.convert(request)))
-    duration = time.perf_counter() - start
-    expected, rng = records(folder / "reference"), random.Random(seed)
+    assert status_of(forked(lambda: watched(request, folder / "seen.json"))) == 0
+    duration = (time.perf_counter() - start) / 2
+    print((folder / "seen.json").read_text(), flush=True)
+    expected, rng = records(request.target), random.Random(seed)
     for kill in range(kills):
-        target = folder / f"target{kill}"
+        attempt = run.Request(source=source, target=folder / f"target{kill}")
         moment = rng.uniform(0, 1.1 * duration)
-        again = functools.partial(run.convert, run.Request(source=source, target=target))
-        child = forked(again)
+        child = forked(functools.partial(run.convert, attempt))
         time.sleep(moment)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         found: dict[str, Any] = {"seconds": moment, "of": duration}
-        found["whole"] = converted_layers(target) if target.exists() else []
-        found["whole_ones_read_back"] = not found["whole"] or reads_back(target)
-        found["resumed"] = ended_well(forked(again))
-        found["same_records"] = records(target) == expected
-        found["reads_back"] = reads_back(target)
-        found["left_over"] = sorted(path.name for path in target.iterdir() if path.name.startswith(".layer"))
+        found["whole"] = converted_layers(attempt.target) if attempt.target.exists() else []
+        found["status"] = status_of(forked(functools.partial(after_a_kill, attempt)))
+        found["same_records"] = records(attempt.target) == expected
+        found["left_over"] = sorted(path.name for path in attempt.target.iterdir() if path.name.startswith(".layer"))
         print(json.dumps(found), flush=True)
-        shutil.rmtree(target)
+        shutil.rmtree(attempt.target)
 
 
 if __name__ == "__main__":
