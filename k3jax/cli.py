@@ -187,7 +187,8 @@ def convert(
             result = run.convert(request, progress)
         print(f"{out}: {len(result.written)} layers written, {len(result.kept)} were there")
         if result.renewed:
-            print(f"converted again, their source had changed: {', '.join(map(str, result.renewed))}")
+            numbers = ", ".join(map(str, result.renewed))
+            print(f"converted again, their source had changed or their record was damaged: {numbers}")
         wrong = []
         if verify:
             with progress_bar(Console(stderr=True)) as progress:

@@ -17,7 +17,7 @@ from flax import nnx
 from numerics import assert_same_bits
 
 from k3jax import LoadOptions, MoE, expert_arrays, load_layer, load_layers
-from k3jax.checkpoint import safetensors_file
+from k3jax.checkpoint import Checkpoint, safetensors_file
 from k3jax.checkpoint.safetensors_file import SafetensorsFile
 from k3jax.expert_stream import as_stored
 from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, select
@@ -242,7 +242,13 @@ def test_the_host_s_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_layers_are_loaded_together(folder: Path) -> None:
-    dense, moe = load_layers(folder, range(2), recipe="bf16")
+    told: list[tuple[int, int, str]] = []
+    options = LoadOptions(progress=lambda done, total, what: told.append((done, total, what)))
+    dense, moe = load_layers(folder, range(2), recipe="bf16", options=options)
+    sizes = [Checkpoint.open(folder).read_layer(layer).nbytes for layer in range(2)]
+    assert told[0] == (0, sum(sizes), "layer 0")
+    assert (sizes[0], sum(sizes), "layer 1") in told
+    assert told[-1] == (sum(sizes), sum(sizes), "layer 1")
     assert_same_layers(dense, load_layer(folder, 0, recipe="bf16"))
     assert_same_layers(moe, load_layer(folder, 1, recipe="bf16"))
     with pytest.raises(ValueError, match="layer=2 does not exist"):

@@ -15,8 +15,8 @@ Weights = Mapping[str, Any]
 """Fields of `MoEArrays` that are not None, or `gate_up` and `down`."""
 
 
-def named_arrays(weights: Weights) -> dict[str, jax.Array]:
-    """Every array of `weights` under its own name."""
+def named_arrays(weights: Weights) -> dict[str, Any]:
+    """Every array of `weights` under its own name, or what there is of it: its shape and dtype."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(dict(weights))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 

@@ -1,15 +1,18 @@
 """Converted layers back on devices, on whatever mesh is wanted now."""
 
 import functools
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from k3jax.byte_count import ByteCount
 from k3jax.checkpoint import Checkpoint
 from k3jax.config import K3Config
+from k3jax.convert.layer_record import bytes_of_arrays, read_layer_record
 from k3jax.convert.named_arrays import Weights, weights_of
 from k3jax.convert.source import model_digests, shards_of
 from k3jax.convert.storage import restore
@@ -52,39 +55,43 @@ def restore_layers(
             f"{target} keeps dense weights in {record['dense_weights']}, and not as "
             f"dense_weights={options.dense_weights!r} asks; convert to another folder"
         )
-    results: list[GatedMLP | MoE] = []
-    for layer in layers:
-        config.is_moe(layer)
+    located = [(layer, _located(target, record, config, layer, recipe)) for layer in layers]
+    sizes = [bytes_of_arrays(of_layer) for _, of_layer in located]
+    count = ByteCount(sum(sizes), options.progress)
+    moe = functools.partial(MoE, config, recipe=recipe, implementation=implementation)
+    results = []
+    for (layer, of_layer), size in zip(located, sizes, strict=True):
         folder = layer_folder(target, layer)
-        if not (folder / LAYER).exists():
-            have = ", ".join(map(str, converted_layers(target))) or "none"
-            raise FileNotFoundError(f"{target} has no layer {layer}; converted are {have}")
-        of_layer = read_record(folder / LAYER)
-        require_fresh(record, of_layer, layer, target)
+        made: Callable[..., GatedMLP | MoE]
         if not config.is_moe(layer):
             layout = mlp_layout(config.intermediate_size, mesh, tokens, options)
-            weights = read_weights(folder, of_layer, layout, MLP_AXES)
-            results.append(GatedMLP(**weights, activation=config.activation, mesh=mesh, tokens=tokens, options=options))
-            continue
-        if RECIPES[recipe].packed == (of_layer["experts"] == "bf16"):
-            raise ValueError(f"{folder} keeps its experts in {of_layer['experts']}, for another recipe than {recipe!r}")
-        layout = moe_layout(config, recipe, mesh, tokens, options)
-        weights = read_weights(folder, of_layer, layout, AXES)
-        splits_width = layout.sizes.tensor > 1  # of which each part is laid out by itself
-        if of_layer["experts"] == "mosaic" and (splits_width or not _is_wanted(weights, recipe, implementation)):
-            weights = {**weights, **_taken_apart(weights)}
-        results.append(
-            MoE(
-                config,
-                recipe=recipe,
-                implementation=implementation,
-                arrays=MoEArrays(**weights),
-                mesh=mesh,
-                tokens=tokens,
-                options=options,
-            )
-        )
+            with count.layer(layer, size):
+                weights = read_weights(folder, of_layer, layout, MLP_AXES)
+            made = functools.partial(GatedMLP, **weights, activation=config.activation)
+        else:
+            layout = moe_layout(config, recipe, mesh, tokens, options)
+            with count.layer(layer, size):
+                weights = read_weights(folder, of_layer, layout, AXES)
+            splits_width = layout.sizes.tensor > 1  # of which each part is laid out by itself
+            if of_layer["experts"] == "mosaic" and (splits_width or not _is_wanted(weights, recipe, implementation)):
+                weights = {**weights, **_taken_apart(weights)}
+            made = functools.partial(moe, arrays=MoEArrays(**weights))
+        results.append(made(mesh=mesh, tokens=tokens, options=options))
     return results
+
+
+def _located(target: Path, record: Mapping[str, Any], config: K3Config, layer: int, recipe: str) -> dict[str, Any]:
+    """The layer's record, if it is there, sound, fresh and for this recipe."""
+    is_moe, folder = config.is_moe(layer), layer_folder(target, layer)
+    if not (folder / LAYER).exists():
+        have = ", ".join(map(str, converted_layers(target))) or "none"
+        raise FileNotFoundError(f"{target} has no layer {layer}; converted are {have}")
+    of_layer = read_layer_record(target, record, config, layer)
+    require_fresh(record, of_layer, layer, target)
+    kept = of_layer["experts"]
+    if is_moe and RECIPES[recipe].packed == (kept == "bf16"):
+        raise ValueError(f"{folder} keeps its experts in {kept}, for another recipe than {recipe!r}")
+    return of_layer
 
 
 def read_weights(
@@ -98,7 +105,7 @@ def read_weights(
 def require_fresh(record: Mapping[str, Any], of_layer: Mapping[str, Any], layer: int, target: Path) -> None:
     """Raises ValueError if the checkpoint that a layer was made from is still there but is no longer what it was."""
     source = Path(record["source"])
-    if not source.is_dir():
+    if not os.path.isdir(source):  # which also says so of what cannot be a path
         return
     checkpoint = Checkpoint.open(source)
     if model_digests(checkpoint) != record["model"] or shards_of(checkpoint.read_layer(layer)) != of_layer["shards"]:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from k3jax.byte_count import ByteCount, Told
 from k3jax.checkpoint import CONFIG, Checkpoint, LayerTensors
 from k3jax.config import K3Config
+from k3jax.convert.layer_record import read_layer_record
 from k3jax.convert.named_arrays import Weights, description, digest, kind_of_experts, named_arrays
 from k3jax.convert.restore import MLP_AXES, read_weights, require_fresh
 from k3jax.convert.source import model_digests, shards_of
@@ -20,6 +21,7 @@ from k3jax.convert.storage import save
 from k3jax.convert.target import (
     FORMAT,
     LAYER,
+    LAYOUT_VERSION,
     TARGET,
     converted_layers,
     is_converted,
@@ -41,7 +43,6 @@ from k3jax.stored_weights import log_rounding, require_storage
 from pallas_kernels import lay_out, to_kernel_layout
 from sharding import Layout, mesh_sizes
 
-LAYOUT_VERSION = 1  # Count up whenever a kernel's layout or the names of the arrays change.
 IMPLEMENTATIONS = ("reference", "xla", "mosaic")
 
 
@@ -67,7 +68,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Layers written now, layers that were there already, and which of those written were there of another source."""
+    """Layers written now, layers that were there, and which of those written replace stale ones, or damaged records."""
 
     written: tuple[int, ...]
     kept: tuple[int, ...]
@@ -96,7 +97,7 @@ def convert(request: Request, progress: Told | None = None) -> Result:
             folder = layer_folder(request.target, layer)
             is_there = (folder / LAYER).exists()
             with count.layer(layer, tensors.nbytes) as told:
-                if is_there and read_record(folder / LAYER)["shards"] == shards_of(tensors):
+                if is_there and _is_fresh(folder / LAYER, tensors):
                     kept.append(layer)
                     continue
                 _write_layer(request, checkpoint.config, layer, tensors, told)
@@ -106,6 +107,13 @@ def convert(request: Request, progress: Told | None = None) -> Result:
     return Result(tuple(written), tuple(kept), tuple(renewed))
 
 
+def _is_fresh(path: Path, tensors: LayerTensors) -> bool:
+    try:
+        return read_record(path)["shards"] == shards_of(tensors)
+    except ValueError:  # damaged
+        return False
+
+
 def verify(target: Path, progress: Told = lambda done, total, what: None) -> list[str]:
     """Reads every converted layer back; what is wrong, in words: nothing if all is as it was written and still fresh.
 
@@ -113,6 +121,7 @@ def verify(target: Path, progress: Told = lambda done, total, what: None) -> lis
         FileNotFoundError, ValueError: `target` is no folder that `convert` wrote.
     """
     record = read_record(target / TARGET)
+    config = K3Config.from_dict(record["config"])
     layers, wrong = converted_layers(target), []
     if not layers:
         wrong.append(f"{target} holds no layer")
@@ -120,7 +129,7 @@ def verify(target: Path, progress: Told = lambda done, total, what: None) -> lis
         progress(done, len(layers), f"layer {layer}")
         folder = layer_folder(target, layer)
         try:
-            of_layer = read_record(folder / LAYER)
+            of_layer = read_layer_record(target, record, config, layer)
             require_fresh(record, of_layer, layer, target)
             _require_as_written(folder, of_layer)
         except (ValueError, OSError) as error:
@@ -220,4 +229,4 @@ def _require_as_written(folder: Path, of_layer: dict[str, Any]) -> None:
     arrays = named_arrays(read_weights(folder, of_layer, Layout(), axes))
     for name, array in arrays.items():
         if digest(array) != of_layer["arrays"][name]["sha256"]:
-            raise ValueError(f"{folder}: array {name} is not what was written; convert this layer again")
+            raise ValueError(f"{folder}: array {name} is not what was written; remove that folder and convert again")

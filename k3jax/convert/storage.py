@@ -42,7 +42,7 @@ def restore(folder: Path, described: Mapping[str, Any], shardings: Mapping[str, 
             arguments = _args().PyTreeRestore(item=wanted, restore_args=restore_args)
             return checkpointer.restore((folder / ARRAYS).absolute(), args=arguments)
     except Exception as error:
-        raise ValueError(f"{folder} cannot be read back: {error}; convert this layer again") from error
+        raise ValueError(f"{folder} cannot be read back: {error}; remove it and convert again") from error
 
 
 @contextlib.contextmanager

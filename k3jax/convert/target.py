@@ -20,13 +20,14 @@ from k3jax.strict_json import read_json_object, shown
 TARGET = "k3jax-convert.json"
 LAYER = "k3jax-layer.json"
 FORMAT = "k3jax-converted-1"
+LAYOUT_VERSION = 1  # Count up whenever a kernel's layout or the names of the arrays change.
 _FIELDS = {
     TARGET: {"layout_version", "source", "model", "config", "recipe", "dense_weights", "implementation"},
     LAYER: {"layer", "experts", "arrays", "shards"},
 }
 _LOCK = ".lock"
 _UNFINISHED = ".layer-"
-_MAX_BYTES = 50_000_000
+_MAX_BYTES = 5_000_000
 
 
 def is_converted(path: str | Path) -> bool:
@@ -53,7 +54,19 @@ def read_record(path: Path) -> dict[str, Any]:
     missing = _FIELDS[path.name] - record.keys()
     if missing:
         raise ValueError(f"{path} lacks {', '.join(sorted(missing))}; convert again")
+    if path.name == TARGET:
+        _require_target(record, path)
     return record
+
+
+def _require_target(record: dict[str, Any], path: Path) -> None:
+    """Raises ValueError unless the record has what loading goes by; the rest is only compared."""
+    if record["layout_version"] != LAYOUT_VERSION:
+        version = shown(record["layout_version"])
+        raise ValueError(f"{path}: layout_version {version} is not {LAYOUT_VERSION}; convert again, to another folder")
+    for name, kind in (("source", str), ("config", dict)):
+        if not isinstance(record[name], kind):
+            raise ValueError(f"{path}: {name} is {shown(record[name])}; convert again, to another folder")
 
 
 def converted_layers(target: Path) -> list[int]:
