@@ -107,6 +107,8 @@ def test_the_report_has_the_verdict_the_numbers_and_the_plots() -> None:
     for title in ("Error by stage", "Error by token", "Error by expert", "Expert load", "output's errors"):
         assert title in words
     assert "1 tokens went to other experts" in words
+    # The numbers of what diverges lie open, those of what agrees do not.
+    assert (text.count("<details><summary>All numbers"), text.count("<details open><summary>All numbers")) == (1, 2)
     labels = [value for name, value in page.attributes if name == "aria-label"]
     assert {"Relative L2 error by stage", "Error by expert, w4a8", "Expert load, rows"} <= set(labels)
     assert "All stages agree" in html_report(dataclasses.replace(a_run(), results=a_run().results[:1]), command="")

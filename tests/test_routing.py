@@ -135,6 +135,11 @@ def test_bias_differences_of_1e_4_decide() -> None:
         Router(jnp.zeros((16, 8), jnp.bfloat16), jnp.zeros(16, jnp.bfloat16))
 
 
+def test_scores_that_vanish_in_float32_weigh_nothing() -> None:
+    routing = pick_experts(jnp.full((1, 16), -200.0), jnp.zeros(16), small_config())
+    np.testing.assert_array_equal(routing.weights, np.zeros((1, 4)))  # and not 0 / 0
+
+
 def test_masked_tokens_go_nowhere() -> None:
     mask = jnp.array([True, False, True])
     routing = pick_experts(random_tokens((3, 16), dtype="float32"), jnp.zeros(16), small_config(), mask)
