@@ -22,6 +22,7 @@ from k3jax.saving import load_adapters, save_adapters
 from pallas_kernels import MXFP4Array, low_rank_matmul
 from sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 NAMES = ("a13", "b13", "a2", "b2")
 
 

@@ -20,13 +20,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from numerics import assert_same_bits, relative_l2
 from safetensors.numpy import save_file
 
-from k3jax import MoE, load_layer
+from k3jax import LoadOptions, MoE, load_layer
 from k3jax.checkpoint.synthetic import synthetic_config, write_checkpoint
 from k3jax.compare import run as compare
 from k3jax.healing import memory, run, training
 from k3jax.healing.divergence import TIMES, WINDOW, divergence
 from k3jax.healing.optimizer import Schedule
-from k3jax.healing.pairs import from_teacher
+from k3jax.healing.pairs import Pairs, from_teacher
 from k3jax.healing.tokens import structured_tokens
 from k3jax.healing.training import Plan
 from k3jax.merging import merge_adapters
@@ -245,6 +245,13 @@ def test_a_student_in_e4m3_with_adapters_is_healed_merged_and_compared(
     load_adapters(again, apart)
     merge_adapters(again)
     assert_same_layers(again, healed)
+
+
+def test_a_layer_of_which_nothing_trains_is_refused(checkpoint: Path) -> None:
+    layer = load_layer(checkpoint, 0, options=LoadOptions(dense_weights="fp8"))
+    x = structured_tokens(8, 128, seed=0)
+    with pytest.raises(ValueError, match="nothing of this layer trains: its dense weights are in e4m3"):
+        training.train(layer, Pairs(x, x, None), Plan(Schedule(2, warmup=0), batch=8))
 
 
 # ---- divergence

@@ -23,6 +23,7 @@ from k3jax.inspection.summary import inspect_checkpoint
 from pallas_kernels import MXFP4Array, SwiGLU, to_kernel_layout
 from sharding import MeshSizes
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 SMALL = small_config(moe_intermediate_size=128)
 
 
