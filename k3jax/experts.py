@@ -17,13 +17,14 @@ from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.routing import Routing
-from k3jax.row_order import combine, schedule_rows, spread
+from k3jax.row_order import schedule_rows, spread
 from pallas_kernels import (
     Activation,
     KernelWeights,
     MXFP4Array,
     MXFP8Array,
     TokenScaledArray,
+    combine_rows,
     from_kernel_layout,
     grouped_matmul,
     quantize_fp8_token,
@@ -97,7 +98,7 @@ def routed_experts(
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
     rows_SL = (mlp or expert_mlp)(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
-    return combine(rows_SL, schedule, routing.weights)
+    return combine_rows(rows_SL, schedule.row, routing.weights)
 
 
 def gate_and_up_rows(w13: Weights) -> Weights:

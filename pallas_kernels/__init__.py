@@ -15,6 +15,7 @@ from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_toke
 from pallas_kernels.nvfp4 import dequantize_nvfp4
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
+from pallas_kernels.token_rows import combine_rows, gather_rows
 
 __all__ = [
     "OUT_FORMATS",
@@ -27,9 +28,11 @@ __all__ = [
     "Situ",
     "SwiGLU",
     "TokenScaledArray",
+    "combine_rows",
     "dequantize_nvfp4",
     "explain",
     "from_kernel_layout",
+    "gather_rows",
     "grouped_matmul",
     "lay_out",
     "low_rank_matmul",

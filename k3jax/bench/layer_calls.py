@@ -18,8 +18,8 @@ from k3jax.linear import linear, rms_norm
 from k3jax.moe import MoE
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
-from k3jax.row_order import combine, schedule_rows, spread
-from pallas_kernels import grouped_matmul
+from k3jax.row_order import schedule_rows, spread
+from pallas_kernels import combine_rows, grouped_matmul
 from pallas_kernels.rounding import to_bfloat16
 
 _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-normal
@@ -127,7 +127,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
         hidden = made.pop("quantize_hidden")
     yield stage("w2", product, hidden, w2, schedule.group_sizes)
     del hidden
-    yield stage("combine", combine, made.pop("w2"), schedule, routing.weights)
+    yield stage("combine", combine_rows, made.pop("w2"), schedule.row, routing.weights)
     yield stage("norm_up", norm_up, made.pop("combine"), norm[...], latent_up.get_value())
     if layer.shared is not None:
         yield stage("shared", lambda shared, x: to_bfloat16(shared.project(x)), layer.shared, x)

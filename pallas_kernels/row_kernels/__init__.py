@@ -1,4 +1,4 @@
-"""Kernels for the ops that move rows and compute little: gated activations and quantisers."""
+"""Kernels for the ops that move rows and compute little: gated activations, quantisers, gathers and weighted sums."""
 
 from typing import Any
 
@@ -14,3 +14,10 @@ def of(implementation: str) -> Any:
     from pallas_kernels.row_kernels import triton_rows
 
     return triton_rows
+
+
+def moves() -> Any:
+    """The module of the kernels that gather rows and add them up, imported like the others."""
+    from pallas_kernels.row_kernels import triton_moves
+
+    return triton_moves

@@ -18,6 +18,8 @@ from pallas_kernels import (
     MXFP4Array,
     Situ,
     SwiGLU,
+    combine_rows,
+    gather_rows,
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
@@ -206,3 +208,39 @@ def test_nothing_flows_back_through_a_quantiser(quantize: Any) -> None:
     x = jax.random.normal(jax.random.key(2), (2, 64))
     gradient = jax.grad(lambda x: quantize(x, implementation="triton").dequantize(jnp.float32).sum() + x.sum())(x)
     assert_same_bits(gradient, jnp.ones_like(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+@pytest.mark.parametrize(("slots", "columns"), [(3, 1100), (16, 64)])
+def test_rows_gathered_and_added_up(slots: int, columns: int, dtype: Any) -> None:
+    """Masked slots, and rows that nobody names, which hold NaN; sums equal `xla`'s but for fused products."""
+    rng = np.random.default_rng(2)
+    positions = rng.permutation(5 * slots + 4)[: 5 * slots].reshape(5, slots).astype(np.int32)
+    positions[1, 0], positions[2] = -1, -1
+    rows = np.full((5 * slots + 4, columns), np.nan, np.float32)
+    rows[positions[positions >= 0]] = rng.standard_normal((int((positions >= 0).sum()), columns))
+    weights = np.where(positions < 0, np.nan, rng.standard_normal(positions.shape)).astype(np.float32)
+    given = jnp.asarray(rows).astype(dtype), jnp.asarray(positions), jnp.asarray(weights)
+    mine, other = (combine_rows(*given, implementation=name) for name in ("triton", "xla"))
+    assert_close(mine, other, Tolerance(1e-6))
+    assert not np.asarray(mine)[2].any()
+    tokens = jnp.asarray(rng.integers(0, len(rows), 9), jnp.int32)
+    assert_same_bits(gather_rows(given[0], tokens, implementation="triton"), given[0][tokens])
+    batch = jax.vmap(lambda x: combine_rows(x, *given[1:], implementation="triton"))(given[0][None])
+    assert_same_bits(batch[0], mine)
+    for nothing in (given[0][:0], given[0][:, :0]):
+        assert gather_rows(nothing, tokens[:0], implementation="triton").shape == (0, nothing.shape[1])
+
+
+def test_the_gradient_of_a_sum_of_rows() -> None:
+    rows = jax.random.normal(jax.random.key(3), (7, 40))
+    positions = jnp.asarray([[4, -1], [0, 6], [2, 3]], jnp.int32)
+    weights = jax.random.normal(jax.random.key(4), positions.shape)
+
+    def gradient(implementation: str) -> Any:
+        def scalar(rows: jax.Array, weights: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.sin(combine_rows(rows, positions, weights, implementation=implementation)))
+
+        return jax.grad(scalar, argnums=(0, 1))(rows, weights)
+
+    jax.tree.map(lambda mine, other: assert_close(mine, other, Tolerance(1e-6)), gradient("triton"), gradient("xla"))

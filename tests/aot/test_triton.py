@@ -2,6 +2,7 @@
 and the check is shown to fail for the programs that it is there to keep out."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -154,6 +155,32 @@ def test_a_pass_over_rows_has_no_product(op: str, target: int, gpus: Gpus, monke
     assert (TANH in compiled.ptx) == (op == "situ")
     assert compiled.spilled == 0
     assert compiled.shared_memory <= SHARED_MEMORY[target]
+
+
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+@pytest.mark.parametrize(("op", "dtype"), [("gather", "bfloat16"), ("combine", "bfloat16"), ("combine", "float32")])
+def test_rows_move_sixteen_bytes_at_a_time(
+    op: str, dtype: str, target: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pallas_kernels.row_kernels import triton_moves
+
+    monkeypatch.setattr(triton_moves, "capability", lambda: target)
+    rows, tokens = shape_of(16384, 3584, dtype=jnp.dtype(dtype)), shape_of(16384, dtype=jnp.int32)
+    places, weights = (shape_of(1024, 16, dtype=kind) for kind in (jnp.int32, jnp.float32))
+    if op == "gather":
+        compiled = program(triton_moves.gather_rows, (rows, tokens), gpus, target)
+    else:
+        compiled = program(triton_moves.combine_rows, (rows, places, weights), gpus, target)
+    wide = re.findall(r"ld\.global\S*v4\.b32", compiled.ptx)
+    of_rows = (1 if dtype == "bfloat16" else 2) * (1 if op == "gather" else 16)
+    assert len(wide) == of_rows
+    # Beside the rows, a number for each, and a weight; nothing twice.
+    assert len(re.findall(r"ld\.global", compiled.ptx)) == of_rows + (1 if op == "gather" else 2 * 16)
+    assert len(re.findall(r"st\.global\S*v4\.b32", compiled.ptx)) == (1 if op == "gather" else 2)
+    assert len(re.findall(r"st\.global", compiled.ptx)) == (1 if op == "gather" else 2)
+    assert compiled.products == set()
+    assert compiled.spilled == 0
+    assert compiled.shared_memory <= 2048, "sums are turned round for their store, at most"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,88 @@
+"""Rows gathered and rows added up, against loops in float64; what nobody names is never read."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numerics import assert_same_bits
+
+from pallas_kernels import combine_rows, explain, gather_rows, select
+
+PLAIN = ("reference", "xla")
+rng = np.random.default_rng(0)
+
+
+def operands(tokens: int = 7, slots: int = 3, columns: int = 40) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows in a random order, every fourth slot masked; rows that nobody names and masked weights are NaN."""
+    positions = rng.permutation(tokens * slots + 5)[: tokens * slots].reshape(tokens, slots).astype(np.int32)
+    positions.reshape(-1)[::4] = -1
+    rows = np.full((tokens * slots + 5, columns), np.nan, np.float32)
+    named = positions[positions >= 0]
+    rows[named] = rng.standard_normal((named.size, columns))
+    weights = np.where(positions < 0, np.nan, rng.standard_normal(positions.shape)).astype(np.float32)
+    return rows, positions, weights
+
+
+def loop(rows: np.ndarray, positions: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    sums = np.zeros((len(positions), rows.shape[1]))
+    for t, k in zip(*np.nonzero(positions >= 0), strict=True):
+        sums[t] += rows[positions[t, k]].astype(np.float64) * weights[t, k]
+    return sums
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=str)
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_sums_are_those_of_the_loop(implementation: str, dtype: type) -> None:
+    rows, positions, weights = operands()
+    given = jnp.asarray(rows).astype(dtype)
+    y = combine_rows(given, jnp.asarray(positions), jnp.asarray(weights), implementation=implementation)
+    assert y.dtype == jnp.float32
+    np.testing.assert_allclose(y, loop(np.asarray(given), positions, weights), rtol=1e-5, atol=1e-6)
+
+
+def test_slots_are_added_in_their_order() -> None:
+    rows = jnp.asarray([[1e8], [1.0], [-1e8]])
+    weights = jnp.ones((2, 3))
+    positions = jnp.asarray([[0, 1, 2], [0, 2, 1]], jnp.int32)
+    np.testing.assert_array_equal(combine_rows(rows, positions, weights), [[0.0], [1.0]])
+
+
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_gradients_are_those_of_the_sum(implementation: str) -> None:
+    """A row's is its weight times its token's, a weight's the row's product with it: central differences agree."""
+    rows, positions, weights = operands(4, 2, 5)
+    d_sums = rng.standard_normal((4, 5)).astype(np.float32)
+
+    def scalar(rows: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.sum(combine_rows(rows, jnp.asarray(positions), weights, implementation=implementation) * d_sums)
+
+    d_rows, d_weights = (np.asarray(d) for d in jax.grad(scalar, argnums=(0, 1))(jnp.asarray(rows), weights))
+    assert not d_weights[positions < 0].any()
+    unnamed = np.setdiff1d(np.arange(len(rows)), positions)
+    assert unnamed.size
+    assert not d_rows[unnamed].any()
+    for t, k in zip(*np.nonzero(positions >= 0), strict=True):
+        row = positions[t, k]
+        np.testing.assert_allclose(d_rows[row], weights[t, k] * d_sums[t], rtol=1e-6)
+        np.testing.assert_allclose(d_weights[t, k], np.dot(rows[row], d_sums[t]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_and_nothing_at_all() -> None:
+    rows, positions, weights = (jnp.asarray(array) for array in operands())
+    batch = jax.vmap(combine_rows)(*(jnp.stack([array, array[::-1]]) for array in (rows, positions, weights)))
+    assert_same_bits(batch[0], combine_rows(rows, positions, weights))
+    assert combine_rows(rows[:0], positions[:0], weights[:0]).shape == (0, 40)
+    assert not combine_rows(rows, jnp.full((2, 3), -1), jnp.ones((2, 3))).any()
+    tokens = jnp.asarray([3, 0, 3], jnp.int32)
+    for implementation in PLAIN:
+        assert_same_bits(gather_rows(rows, tokens, implementation=implementation), rows[np.array([3, 0, 3])])
+    assert gather_rows(rows, tokens[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("op", ["gather_rows", "combine_rows"])
+def test_kernels_run_only_where_they_are_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotImplementedError, match="cannot run on implementation 'triton'"):
+        explain(op, implementation="triton")
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, recipe: None)
+    assert explain(op).chosen == "xla"
+    assert explain(op, implementation="triton").chosen == "triton"
