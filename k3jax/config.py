@@ -80,6 +80,8 @@ class K3Config:
 
     def _check_experts(self, num_experts: int) -> None:
         for name in ("num_experts", "num_experts_per_token", "moe_intermediate_size", "num_expert_group", "topk_group"):
+            if getattr(self, name) is None:
+                raise ValueError(f"config: {name}=None, or missing; a model with {num_experts=} needs it")
             _require_int(name, getattr(self, name), minimum=1)
         if self.routed_expert_hidden_size is not None:
             _require_int("routed_expert_hidden_size", self.routed_expert_hidden_size, minimum=1)

@@ -172,6 +172,11 @@ def test_a_wrong_field_is_named_with_its_value(
     assert value is ... or str(value) in str(caught.value)
 
 
+def test_a_field_that_a_model_with_experts_lacks_is_said_to_be_missing(released: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="moe_intermediate_size=None, or missing; a model with num_experts=896"):
+        K3Config.from_dict(edited(released, moe_intermediate_size=...))
+
+
 def test_too_few_experts_in_the_kept_groups(released: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="topk_group=1"):
         K3Config.from_dict(edited(released, num_expert_group=64, topk_group=1))
