@@ -14,22 +14,33 @@ def require_writable(path: Path) -> None:
     """Raises before work starts what `write_text` would raise after it.
 
     Raises:
-        ValueError: the folder does not exist, or `path` is a folder.
+        ValueError: the folder does not exist or takes no new file of that name, or `path` is a folder.
     """
     if not path.parent.is_dir():
         raise ValueError(f"{path} cannot be written: {path.parent} is not a folder")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file")
+    try:
+        unfinished = _unfinished(path)
+        unfinished.touch(exist_ok=False)
+        unfinished.unlink()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes under a temporary name and renames, so that a failure leaves no half-written file behind."""
-    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
+    unfinished = _unfinished(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    """A new name beside `path`."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}.unfinished")
 
 
 def write_json(path: Path, value: object) -> None:

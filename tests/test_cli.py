@@ -113,6 +113,7 @@ def test_plain_experts_run_in_bf16_unless_they_may_be_quantised(tmp_path: Path) 
         (("--implementation", "fastest"), "'fastest' is not one of"),
         (("--report", "nowhere/r.html"), "nowhere is not a folder"),
         (("--json", "."), "is a folder; name a file"),
+        (("--json", 250 * "x"), "cannot be written: File name too long"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(folder: Path, arguments: tuple[str, ...], message: str) -> None:
