@@ -97,8 +97,8 @@ def quantize_mxfp8(x: Float[Array, "... k"], *, implementation: str | None = Non
 
     Raises:
         ValueError: `x` is not floating point, K is not a multiple of 32, or no such implementation exists.
-        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows; "triton":
-            NVIDIA GPUs from Ampere on).
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper and Blackwell, bfloat16
+            rows; "triton": NVIDIA GPUs from Ampere on).
     """
     e8m0.require_blocks("quantize_mxfp8", x)
     chosen = select.choose("quantize_mxfp8", implementation, x=x)
@@ -123,8 +123,8 @@ def quantize_fp8_token(
 
     Raises:
         ValueError: `x` is not floating point or a scalar, or no such implementation exists.
-        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper, bfloat16 rows; "triton":
-            NVIDIA GPUs from Ampere on).
+        NotImplementedError: the named implementation cannot run this here ("mosaic": Hopper and Blackwell, bfloat16
+            rows; "triton": NVIDIA GPUs from Ampere on).
     """
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.ndim < 1:
         raise ValueError(f"quantize_fp8_token takes a floating-point array [..., K], not {x.dtype}{list(x.shape)}")

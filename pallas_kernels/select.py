@@ -25,11 +25,11 @@ _FASTEST_FIRST = {
     "combine_rows": ("xla", "triton", "reference"),
 }
 
-# Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. On
-# Blackwell w4a8 is triton's alone: its tensor cores multiply MXFP4 by e4m3, which Mosaic's operand rules have no way to
-# say.
+# Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. The
+# other ops have kernels for the same capabilities. On Blackwell w4a8 is triton's alone: its tensor cores multiply MXFP4
+# by e4m3, which Mosaic's operand rules have no way to say.
 GPU_KERNELS: dict[str, dict[range, tuple[str, ...]]] = {
-    "mosaic": {range(90, 91): ("w4a16", "w4a8", "w4a8_fp8")},
+    "mosaic": {range(90, 91): ("w4a16", "w4a8", "w4a8_fp8"), range(100, 101): ("w4a16",)},
     "triton": {range(80, 130): ("bf16", "w4a16", "w4a8", "w4a8_fp8")},
 }
 
@@ -156,17 +156,17 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
 
     if name == "triton":
         return triton_gemm.why_not(x, w, activation)
-    from pallas_kernels.grouped_matmul import mosaic_hopper
+    from pallas_kernels.grouped_matmul import mosaic
 
-    return mosaic_hopper.why_not(x, w, activation)
+    return mosaic.here().why_not(x, w, activation)
 
 
 def _how(op: str, chosen: str, x: Any, w: Any) -> str | None:
     if op != "grouped_matmul" or chosen != "mosaic" or x is None or w is None:
         return None
-    from pallas_kernels.grouped_matmul import mosaic_hopper
+    from pallas_kernels.grouped_matmul import mosaic
 
-    return mosaic_hopper.how(x.shape[0], w)
+    return mosaic.here().how(x.shape[0], w)
 
 
 @functools.cache

@@ -86,8 +86,8 @@ def situ_and_mul(
     """SiTU of a fused array: `[..., 2F]` of any float dtype -> `[..., F]` of the same dtype; float32 inside.
 
     Both betas are required, because a default would hide a checkpoint that lacks them (Kimi K3's are 4 and 25).
-    `implementation` is "reference" or "xla" (the same formula, which XLA fuses into one pass), "mosaic" (Hopper,
-    bfloat16), "triton" (NVIDIA GPUs from Ampere on) or None for the fastest that can.
+    `implementation` is "reference" or "xla" (the same formula, which XLA fuses into one pass), "mosaic" (Hopper
+    and Blackwell, bfloat16), "triton" (NVIDIA GPUs from Ampere on) or None for the fastest that can.
 
     Raises:
         ValueError: a beta is not positive and finite, the last axis is odd, or no such implementation exists.

@@ -276,7 +276,7 @@ def test_the_peers_program_needs_no_jax(tmp_path: Path) -> None:
         (("--repeats", "0"), "repeats=0 must be at least 1"),
         (("--hidden", "48"), "hidden=48 must be a multiple of 32"),
         (("--implementation", "fastest"), "'fastest' is not one of"),
-        (("--op", "situ", "--implementation", "mosaic"), "it is written for compute capability 9.0"),
+        (("--op", "situ", "--implementation", "mosaic"), "it is written for compute capability 9.0 or 10.0"),
         (("--json", "nowhere/b.json"), "nowhere is not a folder"),
     ],
 )

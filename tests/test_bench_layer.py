@@ -96,7 +96,7 @@ def test_a_layer_stage_by_stage(tmp_path: Path) -> None:
         (("--tokens", "0"), "tokens=0 must be at least 1"),
         (("--model", "0"), "model=0 must be at least 1"),
         (("--distribution", "zipf"), "op layer spreads picks evenly"),
-        (("--implementation", "mosaic"), "it is written for compute capability 9.0"),
+        (("--implementation", "mosaic"), "it is written for compute capability 9.0 or 10.0"),
     ],
 )
 def test_a_mistake_is_one_message_and_status_2(arguments: tuple[str, ...], message: str) -> None:

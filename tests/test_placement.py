@@ -71,7 +71,7 @@ def test_what_is_left_as_it_is() -> None:
 def test_a_device_that_is_no_hopper() -> None:
     w = experts()
     assert lay_out(w, recipe="w4a16", gated=False) is w
-    with pytest.raises(NotImplementedError, match=r"written for compute capability 9.0, and this is"):
+    with pytest.raises(NotImplementedError, match=r"written for compute capability 9.0 or 10.0, and this is"):
         lay_out(w, recipe="w4a16", gated=False, implementation="mosaic")
 
 

@@ -9,11 +9,14 @@ import pytest
 from pallas_kernels import (
     explain,
     grouped_matmul,
+    lay_out,
     quantize_fp8_token,
+    quantize_mxfp4,
     quantize_mxfp8,
     select,
     situ_and_mul,
     swiglu_and_mul,
+    triton_call,
 )
 from pallas_kernels.select import IMPLEMENTATIONS, choose
 
@@ -76,6 +79,32 @@ def test_on_hopper_bfloat16_rows_get_the_kernel_and_others_xla(op: str, monkeypa
         assert explain(op, x=x).chosen == "xla"
         with pytest.raises(NotImplementedError, match=f"'mosaic': {reason}"):
             explain(op, implementation="mosaic", x=x)
+
+
+def test_on_blackwell_mosaic_has_bfloat16_rows_and_triton_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = jnp.ones((2, 128), jnp.bfloat16)
+    quantised = quantize_mxfp8(rows)
+    w = quantize_mxfp4(jnp.ones((1, 128, 128)))
+
+    class B200:
+        compute_capability, device_kind, core_count = "10.0", "NVIDIA B200", 148
+
+    monkeypatch.setattr(jax, "devices", lambda: [B200()])
+    monkeypatch.setattr(triton_call, "why_not", lambda: None)
+    laid_out = lay_out(w, recipe="w4a16", gated=False)
+    assert explain("grouped_matmul", x=rows, w=laid_out).chosen == "mosaic"
+    assert "BlackwellTuning" in str(explain("grouped_matmul", x=rows, w=laid_out))
+    for op in OPS[1:]:
+        assert explain(op, x=rows).chosen == "mosaic"
+    for recipe in ("w4a8", "w4a8_fp8"):
+        assert lay_out(w, recipe=recipe, gated=False) is w
+        with pytest.raises(NotImplementedError, match=f"on this device it has w4a16, not {recipe}"):
+            lay_out(w, recipe=recipe, gated=False, implementation="mosaic")
+    explained = explain("grouped_matmul", x=quantised, w=w)
+    assert explained.chosen == "triton"
+    assert explained.others["mosaic"] == "on this device it has w4a16, not w4a8"
+    small = quantize_mxfp4(jnp.ones((1, 64, 128)))  # half a slab
+    assert lay_out(small, recipe="w4a16", gated=False) is small
 
 
 def test_unknown_ops_raise_with_the_known_ones() -> None:

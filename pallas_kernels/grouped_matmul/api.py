@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import select
-from pallas_kernels.grouped_matmul import reference, xla
+from pallas_kernels.grouped_matmul import mosaic, reference, xla
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, from_kernel_layout
 from pallas_kernels.mxfp4 import MXFP4Array
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
@@ -74,8 +74,8 @@ def grouped_matmul(
         group_sizes: integers `[G]`, non-negative, `sum(group_sizes) <= M`; may be empty groups; known at run time only.
         activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
         out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
-        implementation: "reference", "xla", "triton" (NVIDIA GPUs from Ampere on), "mosaic" (Hopper, `KernelWeights`),
-            or None for the fastest that can.
+        implementation: "reference", "xla", "triton" (NVIDIA GPUs from Ampere on), "mosaic" (Hopper; Blackwell for
+            bfloat16 rows; `KernelWeights`), or None for the fastest that can.
 
     Returns:
         `[M, N]` or `[M, N/2]` in `out_format`. Rows at and beyond `sum(group_sizes)` are unspecified, and those of `x`
@@ -107,11 +107,9 @@ def _grouped_matmul(
 
 
 def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, out_format: str) -> Result:
-    from pallas_kernels.grouped_matmul import mosaic_hopper  # a second of imports that only GPUs need
-
     # A token's scale needs its whole row, which is the work of many blocks: its quantiser is a kernel of its own.
     written: Any = "bf16" if out_format == "fp8_token" else out_format
-    y: Any = mosaic_hopper.grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
+    y: Any = mosaic.here().grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
     return quantize_fp8_token(y) if out_format == "fp8_token" else y
 
 

@@ -1,4 +1,4 @@
-"""The order in which the Hopper kernel keeps MXFP4 weights in memory, and the exact way there and back.
+"""The order in which a GPU's kernels keep MXFP4 weights in memory, and the exact way there and back.
 
 The unit is 64 rows by 64 columns: 512 words of codes, then 32 words of scales. A warpgroup loads a unit with one
 16-byte and one 4-byte read a thread, and every word holds what that one thread multiplies:
@@ -61,7 +61,7 @@ _EMPTY = 255  # "e4m3": an all-zero block of scale byte 0 outside the span
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class KernelWeights:
-    """MXFP4 weights `[G, N, K]` in the Hopper kernel's order; made by `to_kernel_layout` only.
+    """MXFP4 weights `[G, N, K]` in a GPU's kernels' order; made by `to_kernel_layout` only.
 
     Attributes:
         words: uint32 `[G, N/64, K/64 * 17, 32]`.
@@ -96,7 +96,7 @@ class KernelWeights:
 
 
 def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool, first_expert: int = 0) -> KernelWeights:
-    """Re-lays `w [G, N, K]` out for the Hopper kernel, exactly; `gated`: N counts gate rows and then up rows.
+    """Re-lays `w [G, N, K]` out for a GPU's kernels, exactly; `gated`: N counts gate rows and then up rows.
 
     Errors count experts from `first_expert`, for weights that are a part of a layer's.
 
@@ -113,7 +113,7 @@ def to_kernel_layout(w: MXFP4Array, *, recipe: str, gated: bool, first_expert: i
     if w.ndim != 3:
         raise ValueError(f"to_kernel_layout: weights have shape {w.shape}; [G, N, K] is needed")
     if w.shape[1] % UNIT_ROWS or w.shape[2] % UNIT_COLUMNS:
-        raise NotImplementedError(f"the Hopper kernel needs N and K in multiples of 64; the weights are {w.shape}")
+        raise NotImplementedError(f"the kernel needs N and K in multiples of 64; the weights are {w.shape}")
     mma = RECIPES[recipe]
     if isinstance(w.codes, jax.ShapeDtypeStruct):
         shapes = jax.eval_shape(functools.partial(_pack, mma=mma, gated=gated), w.codes, w.scales)
@@ -134,11 +134,9 @@ def _require_span(w: MXFP4Array, mma: Mma, first_expert: int) -> None:
     for expert in np.flatnonzero((most == 255) | (most - least >= SPANS[mma]) | outside):
         number = first_expert + int(expert)
         if most[expert] == 255:
-            raise NotImplementedError(
-                f"expert {number} has a NaN scale (byte 255), which the Hopper kernel cannot hold"
-            )
+            raise NotImplementedError(f"expert {number} has a NaN scale (byte 255), which the kernel cannot hold")
         raise NotImplementedError(
-            f"expert {number}: scale bytes from {least[expert]} to {most[expert]}; the Hopper kernel is exact for at "
+            f"expert {number}: scale bytes from {least[expert]} to {most[expert]}; the kernel is exact for at "
             f"most {SPANS[mma]} consecutive scale bytes within an expert. Use implementation='xla' for these weights"
         )
 

@@ -33,7 +33,7 @@ from pallas_kernels.grouped_matmul.blackwell import roles
 from pallas_kernels.grouped_matmul.blackwell.config import BlackwellTuning, choose_tuning
 from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
-from pallas_kernels.mxfp8 import MXFP8Array
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
 
 _LEAST_ROWS = 32  # rows of the largest tensor copy
@@ -83,15 +83,19 @@ def grouped_matmul(
 
 
 def why_not(
-    x: Any, w: KernelWeights, activation: Activation | None, tuning: BlackwellTuning | None = None
+    x: Float[Array, "m k"] | MXFP8Array | TokenScaledArray,
+    w: KernelWeights,
+    activation: Activation | None,
+    tuning: BlackwellTuning | None = None,
 ) -> str | None:
     """Why `grouped_matmul` cannot take these arguments; None if it can."""
     if w.mma != "bf16":
         return f"weights laid out for {w.mma} products are Hopper's"
     if w.gated != (activation is not None):
         return f"weights laid out with gated={w.gated} do not fit activation={activation}"
-    if not isinstance(x, jax.Array | jax.ShapeDtypeStruct) or x.dtype != jnp.bfloat16:
-        return f"x is {type(x).__name__} of {x.dtype}; bfloat16 rows are needed"
+    if isinstance(x, MXFP8Array | TokenScaledArray) or x.dtype != jnp.bfloat16:
+        kind = type(x).__name__ if isinstance(x, MXFP8Array | TokenScaledArray) else x.dtype
+        return f"x is {kind}; bfloat16 is needed"
     groups, n, k = w.shape
     try:
         used = tuning or choose_tuning(x.shape[0], groups, n, k, w.gated)

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels import select
-from pallas_kernels.grouped_matmul.config import choose_tuning
+from pallas_kernels.grouped_matmul import mosaic
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, SPANS, KernelWeights, to_kernel_layout
 from pallas_kernels.grouped_matmul.narrowing import narrow
 from pallas_kernels.mxfp4 import MXFP4Array
@@ -31,8 +31,9 @@ def lay_out(
 ) -> Array | MXFP4Array | KernelWeights:
     """`w [G, N, K]` for `grouped_matmul(..., implementation=implementation)` on this device.
 
-    MXFP4 weights on a GPU before Blackwell are re-laid out for its kernels, exactly; everything else stays as it is.
-    Where they cannot hold these weights, `implementation=None` leaves them as they are and logs why.
+    MXFP4 weights are re-laid out, exactly, for a GPU's kernels: on Blackwell for mosaic's recipes only, since triton
+    reads them there as they are. Everything else stays as it is. Where the kernels cannot hold these weights,
+    `implementation=None` leaves them as they are and logs why.
 
     Args:
         recipe: "w4a16", "w4a8" or "w4a8_fp8" for MXFP4 weights; "bf16" ones are never re-laid out.
@@ -47,8 +48,8 @@ def lay_out(
     """
     if implementation not in (None, "mosaic", "triton") or isinstance(w, KernelWeights):
         return w
-    kernels = implementation or ("triton" if select.why_not_on_gpu("mosaic", None) else "mosaic")
-    reason = _why_not_laid_out(w, kernels)
+    kernels = implementation or ("triton" if select.why_not_on_gpu("mosaic", recipe) else "mosaic")
+    reason = _why_not_laid_out(w, kernels, recipe)
     if reason is None:
         assert isinstance(w, MXFP4Array)
         # triton multiplies as bfloat16 whatever the rows.
@@ -56,7 +57,8 @@ def lay_out(
         for layout in layouts:
             try:
                 if kernels == "mosaic":
-                    _require_tunings(w, layout, gated)
+                    groups, n, k = w.shape
+                    mosaic.require_tunings(groups, n, k, RECIPES[layout], gated)
                 has_values = not isinstance(w.codes, jax.ShapeDtypeStruct)
                 rounds = allow_inexact and has_values and layout == layouts[-1]
                 narrowed = _narrowed(w, layout, first_expert) if rounds else w
@@ -70,21 +72,14 @@ def lay_out(
     return w
 
 
-def _why_not_laid_out(w: Array | MXFP4Array, kernels: str) -> str | None:
+def _why_not_laid_out(w: Array | MXFP4Array, kernels: str, recipe: str) -> str | None:
     """Why weights stay as they are, for kernels that can or cannot run here."""
     if not isinstance(w, MXFP4Array):
         return "its weights are MXFP4, and these are not"
-    reason = select.why_not_on_gpu(kernels, None)
+    reason = select.why_not_on_gpu(kernels, recipe)
     if reason is None and kernels == "triton" and (capability() or 0) >= 100:
         return "Blackwell's tensor cores read MXFP4 as it is"
     return reason
-
-
-def _require_tunings(w: MXFP4Array, recipe: str, gated: bool) -> None:
-    """Raises NotImplementedError unless the kernel can run these weights for any number of rows."""
-    groups, n, k = w.shape
-    for rows_a_group in (1, 40, 80, 160, 1000):  # from a decode step's to a prefill's: the tunings differ
-        choose_tuning(rows_a_group * groups, groups, n, k, RECIPES[recipe], gated)
 
 
 def _narrowed(w: MXFP4Array, recipe: str, first_expert: int) -> MXFP4Array:

@@ -1,4 +1,4 @@
-"""Which rows and columns a block of the Hopper kernel works on, as pure functions of integers.
+"""Which rows and columns a block of a persistent kernel works on, as pure functions of integers.
 
 A group of `size` rows is cut into the fewest row tiles that `widest` allows, all of one height, a multiple of 8; the
 last has what is left. Tiles are numbered group by group, within a group column block by column block, and within a
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROW_STEP = 8  # wgmma's granule in the direction of the rows
+ROW_STEP = 8  # the granule in the direction of the rows
 
 
 def quotient[Count: (int, jax.Array)](a: Count, b: Count | int) -> Count:

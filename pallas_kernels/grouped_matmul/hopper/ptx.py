@@ -1,4 +1,4 @@
-"""The few PTX instructions and integer operations that the Hopper kernel is written in, below Pallas's own vocabulary.
+"""The few PTX instructions and integer operations that Mosaic's kernels are written in, below Pallas's own vocabulary.
 
 Everything here runs while Mosaic lowers a kernel: values are MLIR values of one thread.
 """
