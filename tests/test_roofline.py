@@ -30,6 +30,19 @@ def test_many_rows_are_limited_by_the_products_of_whole_tiles() -> None:
     assert found.limit == "products"
 
 
+def test_mosaic_s_tiles_are_as_wide_as_their_rows_need() -> None:
+    found = predict(Case("w13", "w4a16", 16384), B200, "mosaic")
+    assert found.products_us == pytest.approx(2 * 112 * 160 * 6144 * 3584 / 2.25e15 * 1e6)  # 146 or 147 rows a group
+    assert (found.limit, found.width) == ("products", 160)
+
+
+def test_the_default_on_blackwell_is_what_is_predicted_to_be_the_faster() -> None:
+    found = [each for each in predictions() if each.recipe == "w4a16"]
+    mosaic, triton = ([each for each in found if each.kernels == kernels] for kernels in ("mosaic", "triton"))
+    assert mosaic
+    assert all(ours.us < theirs.us for ours, theirs in zip(mosaic, triton, strict=True))
+
+
 @pytest.mark.parametrize("op", ["w13", "w2"])
 def test_decoding_costs_instructions_that_reading_mxfp4_does_not(op: str) -> None:
     decoded, read = (predict(Case(op, recipe, 128), B200) for recipe in ("w4a16", "w4a8"))
