@@ -21,6 +21,7 @@ from k3jax.convert.target import LAYER, TARGET
 from pallas_kernels import KernelWeights, MXFP4Array, select
 from sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 SIZES: dict[str, Any] = {"hidden_size": 128, "latent_size": 128, "expert_width": 128, "num_experts": 4}
 
 

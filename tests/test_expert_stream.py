@@ -26,6 +26,7 @@ from pallas_kernels.grouped_matmul.kernel_layout import SPANS
 from pallas_kernels.grouped_matmul.narrowing import narrow
 from sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 SIZES: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,

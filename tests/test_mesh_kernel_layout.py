@@ -18,6 +18,7 @@ from k3jax.reference import oracle_trace
 from pallas_kernels import KernelWeights, MXFP4Array
 from sharding import make_mesh
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 CONFIG = small_config(
     hidden_size=128, routed_expert_hidden_size=256, moe_intermediate_size=256, num_experts=4, num_experts_per_token=2
 )
