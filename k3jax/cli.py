@@ -68,6 +68,10 @@ def compare(
     tokens_layout: Annotated[
         Literal["replicated", "sharded"], typer.Option(help="On a mesh: all tokens on every rank, or split.")
     ] = "replicated",
+    transport: Annotated[
+        Literal["all_gather", "per_rank"] | None,
+        typer.Option(help="How sharded tokens travel. Default: by the number of ranks."),
+    ] = None,
     details: Annotated[bool, typer.Option("--details", help="Print every number, not only where stages fail.")] = False,
     json: JsonOption = None,
     report: Annotated[
@@ -101,6 +105,7 @@ def compare(
             dense_weights=dense_weights,
             mesh=sizes,
             layout=tokens_layout,
+            transport=transport,
         )
         with progress_bar(Console(stderr=True)) as progress:
             result = run.run(run.plan(request), progress)

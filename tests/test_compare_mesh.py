@@ -40,9 +40,10 @@ def compare(folder: Path, *arguments: object) -> Result:
 def test_a_mesh_agrees_and_says_what_each_rank_did(folder: Path, tmp_path: Path, layout: str) -> None:
     json_file, report = tmp_path / "out.json", tmp_path / "report.html"
     files = ("--json", json_file, "--report", report)
-    result = compare(folder, "--mesh", "expert=4,tensor=2", "--tokens-layout", layout, *files)
+    transport = ("--transport", "per_rank") if layout == "sharded" else ()
+    result = compare(folder, "--mesh", "expert=4,tensor=2", "--tokens-layout", layout, *transport, *files)
     assert result.exit_code == 0, result.output
-    described = f"data=1, expert=4, tensor=2, {layout} tokens"
+    described = ", ".join(("data=1, expert=4, tensor=2", f"{layout} tokens", *transport[1:]))
     assert described in result.stdout
     assert "By rank" in result.stdout
     values = json.loads(json_file.read_text())
@@ -54,6 +55,8 @@ def test_a_mesh_agrees_and_says_what_each_rank_did(folder: Path, tmp_path: Path,
     ]
     by_expert = np.array(moe["expert_load"]).reshape(4, 2).sum(axis=1)
     assert [rank["rows"] for rank in moe["ranks"]] == np.repeat(by_expert, 2).tolist()
+    sent = {rank["bytes_sent"] for rank in moe["ranks"]}
+    assert (len(sent) > 1) == (layout == "sharded"), "only one copy a (token, rank) depends on what tokens pick"
     words = Page(report.read_text()).words
     assert described in words
     assert {"By rank", "kB sent"} <= set(words)
@@ -116,6 +119,7 @@ def test_a_cpu_simulates_the_devices_of_the_mesh(folder: Path) -> None:
         (("--mesh", "expert=3"), "expert of size 8 cannot be split evenly over 3"),
         (("--mesh", "experts=4"), "must be AXIS=SIZE"),
         (("--tokens-layout", "sharded"), "--tokens-layout sharded needs a mesh"),
+        (("--mesh", "expert=4", "--transport", "per_rank"), "--transport per_rank is for --tokens-layout sharded"),
     ],
 )
 def test_a_mistake_is_status_2(folder: Path, arguments: tuple[Any, ...], message: str) -> None:

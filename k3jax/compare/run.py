@@ -40,6 +40,7 @@ class Request:
         against: "oracle", "exact", or the path of a capture.
         tokens: how many; of a capture, at most the ones it has (None: all).
         mesh: what the layers run over; None for one device. layout: of the tokens on it, "replicated" or "sharded".
+        transport: of sharded tokens, "all_gather" or "per_rank".
     """
 
     checkpoint: Path
@@ -53,6 +54,7 @@ class Request:
     dense_weights: str = "bf16"
     mesh: MeshSizes | None = None
     layout: str = "replicated"
+    transport: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +136,8 @@ def plan(request: Request) -> Plan:
     layout_rules(request.layout)
     if mesh is None and request.layout == "sharded":
         raise ValueError("--tokens-layout sharded needs a mesh, such as --mesh expert=8")
+    if request.transport is not None and request.layout != "sharded":
+        raise ValueError(f"--transport {request.transport} is for --tokens-layout sharded: other tokens do not travel")
     return Plan(request, checkpoint, layers, recipes, capture, against, mesh)
 
 
@@ -202,7 +206,9 @@ def _version(package: str) -> str:
 
 def _compare(plan: Plan, layer: int, recipe: str) -> LayerComparison:
     request = plan.request
-    options = LoadOptions(quantize_plain=request.quantize_plain, dense_weights=request.dense_weights)
+    options = LoadOptions(
+        quantize_plain=request.quantize_plain, dense_weights=request.dense_weights, transport=request.transport
+    )
     loaded = load_layer(
         request.checkpoint,
         layer,
@@ -259,11 +265,11 @@ def parse_layers(text: str, num_layers: int) -> tuple[int, ...]:
 
 
 def _mesh_description(request: Request) -> str:
-    """`data=1, expert=4, tensor=2, sharded tokens`; empty without a mesh."""
+    """`data=1, expert=4, tensor=2, sharded tokens`, with the transport if one is asked for; empty without a mesh."""
     if request.mesh is None:
         return ""
     axes = [f"{axis}={size}" for axis, size in dataclasses.asdict(request.mesh).items()]
-    return ", ".join([*axes, f"{request.layout} tokens"])
+    return ", ".join([*axes, f"{request.layout} tokens", *filter(None, [request.transport])])
 
 
 def _truth(plan: Plan) -> str:
