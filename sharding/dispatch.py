@@ -87,15 +87,14 @@ class Ranks:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReplicatedTokens(Ranks):
-    """Every rank has all tokens and adds what its experts, and its part of their width, contribute.
+class RanksOfAMesh(Ranks):
+    """What the layouts of tokens have in common.
 
     Attributes:
-        experts, width: the mesh axes that split the experts and their F. mlp: those that split an MLP's width.
+        width: the mesh axes that split the experts' F. mlp: those that split an MLP's width.
         wire: the format of partial sums on the wire.
     """
 
-    experts: tuple[str, ...]
     width: tuple[str, ...]
     mlp: tuple[str, ...]
     wire: str
@@ -106,6 +105,17 @@ class ReplicatedTokens(Ranks):
 
     def widest(self, amax: Float[Array, "..."]) -> Float[Array, "..."]:
         return _pmax(amax, self.width) if self.width else amax
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedTokens(RanksOfAMesh):
+    """Every rank has all tokens and adds what its experts, and its part of their width, contribute.
+
+    Attributes:
+        experts: the mesh axes that split the experts.
+    """
+
+    experts: tuple[str, ...]
 
     def dispatch(
         self, rows: Float[Array, "t l"], ids: Int[Array, "t x"], weights: Float[Array, "t x"], experts: int
@@ -125,21 +135,17 @@ class ReplicatedTokens(Ranks):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShardedTokens(Ranks):
+class ShardedTokens(RanksOfAMesh):
     """Every rank has tokens of its own: their rows travel to the ranks of their experts, and sums back.
 
     Attributes:
         transport: between the ranks that split the experts; None if all experts are on every rank.
-        width: the mesh axes that split the experts' F. mlp: those that split an MLP's width. gathered: those of the
-            latter along which tokens differ.
-        wire: the format of partial sums on the wire. encode: of rows on their way to the experts, None for bfloat16.
+        gathered: those axes of `mlp` along which tokens differ.
+        encode: of rows on their way to the experts, None for bfloat16.
     """
 
     transport: Transport | None
-    width: tuple[str, ...]
-    mlp: tuple[str, ...]
     gathered: tuple[str, ...]
-    wire: str
     encode: Encode | None = None
 
     @property
@@ -152,13 +158,6 @@ class ShardedTokens(Ranks):
 
     def unencoded(self) -> "ShardedTokens":
         return dataclasses.replace(self, encode=None)
-
-    @property
-    def splits_width(self) -> bool:
-        return bool(self.width)
-
-    def widest(self, amax: Float[Array, "..."]) -> Float[Array, "..."]:
-        return _pmax(amax, self.width) if self.width else amax
 
     def dispatch(
         self, rows: Float[Array, "t l"], ids: Int[Array, "t x"], weights: Float[Array, "t x"], experts: int

@@ -132,13 +132,13 @@ def make_layout(mesh: Mesh | None, tokens: str, travel: Travel = _AS_IT_IS, *, s
         return Layout()
     expert, width, shared = (_split(mesh, axes) for axes in (rules.expert, rules.expert_ff, rules.shared_ff))
     if tokens == "replicated":
-        return Layout(mesh, rules, ReplicatedTokens(expert, width, shared, travel.wire))
+        return Layout(mesh, rules, ReplicatedTokens(width, shared, travel.wire, experts=expert))
     transport = None
     if expert:
-        ranks = mesh_sizes(mesh).expert
-        transport = TRANSPORTS[travel.transport or "all_gather"](expert, ranks)
+        transport = TRANSPORTS[travel.transport or "all_gather"](expert, mesh_sizes(mesh).expert)
     gathered = tuple(axis for axis in shared if axis in rules.tokens)
-    return Layout(mesh, rules, ShardedTokens(transport, width, shared, gathered, travel.wire, travel.encode))
+    ranks = ShardedTokens(width, shared, travel.wire, transport=transport, gathered=gathered, encode=travel.encode)
+    return Layout(mesh, rules, ranks)
 
 
 def make_mlp_layout(
@@ -173,9 +173,9 @@ def make_mlp_layout(
     local_shape((width,), ("mlp_ff",), mesh_sizes(mesh), rules)
     split = _split(mesh, rules.mlp_ff)
     if tokens == "replicated":
-        return Layout(mesh, rules, ReplicatedTokens((), (), split, travel.wire))
+        return Layout(mesh, rules, ReplicatedTokens((), split, travel.wire, experts=()))
     gathered = tuple(axis for axis in split if axis in rules.tokens)
-    return Layout(mesh, rules, ShardedTokens(None, (), split, gathered, travel.wire))
+    return Layout(mesh, rules, ShardedTokens((), split, travel.wire, transport=None, gathered=gathered))
 
 
 def _checked_rules(mesh: Mesh | None, tokens: str, split_shared: bool, travel: Travel) -> AxisRules:
