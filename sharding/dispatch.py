@@ -186,6 +186,8 @@ class ShardedTokens(RanksOfAMesh):
         """The experts' sums are whole already. The MLP's are scattered to their tokens' ranks and added."""
         sums, mlp = parts if len(parts) > 1 else (*parts, None)
         if mlp is not None and self.gathered:
+            if sums is not None:  # or XLA makes one collective of both scatters, and what needs one waits for the other
+                mlp = jax.lax.optimization_barrier((sums, mlp))[1]
             mlp = jax.lax.psum_scatter(to_wire(mlp, self.wire), self.gathered, scatter_dimension=0, tiled=True)
             mlp = mlp.astype(jnp.float32)
         if mlp is not None:
