@@ -4,11 +4,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from k3jax import K3Config, MoE, MoEArrays
 from k3jax.experts import RECIPES
+from k3jax.moe_arrays import array_shapes
 from pallas_kernels import MXFP4Array, Situ
 
 SMALL = K3Config(
@@ -33,10 +34,32 @@ def small_config(**changes: Any) -> K3Config:
 
 
 def random_arrays(config: K3Config, recipe: str, seed: int = 0) -> MoEArrays:
-    """Random weights, with distinct correction biases."""
-    arrays = MoEArrays.random(config, packed=RECIPES[recipe].packed, rngs=nnx.Rngs(seed))
-    bias = 0.05 * jax.random.normal(jax.random.key(seed + 1), arrays.router_bias.shape)
-    return dataclasses.replace(arrays, router_bias=bias)
+    """Random weights of variance 1 / fan-in, experts in MXFP4 as the recipe wants, and distinct correction biases.
+
+    NumPy's: JAX would compile a generator for every shape.
+    """
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, Any] = {}
+    for name, shape in array_shapes(config).items():
+        if name in ("w13", "w2") and RECIPES[recipe].packed:
+            arrays[name] = _random_experts(rng, shape)
+        elif name == "latent_norm":
+            arrays[name] = jnp.asarray(np.ones(shape, jnp.bfloat16))
+        elif name == "router_bias":
+            arrays[name] = jnp.asarray(0.05 * rng.standard_normal(shape, np.float32))
+        else:
+            weights = rng.standard_normal(shape, np.float32) * np.float32(shape[-1] ** -0.5)
+            arrays[name] = jnp.asarray(weights.astype(jnp.bfloat16))
+    return MoEArrays(**arrays)
+
+
+def _random_experts(rng: np.random.Generator, shape: tuple[int, ...]) -> MXFP4Array:
+    """All codes, whose mean square is 8.6, with scales over three octaves, which make it 15."""
+    *rows, depth = shape
+    exponent = -round(np.log2(15 * depth) / 2)
+    codes = rng.integers(0, 256, (*rows, depth // 2), np.uint8)
+    scales = rng.integers(126 + exponent, 129 + exponent, (*rows, depth // 32), np.uint8)
+    return MXFP4Array(jnp.asarray(codes), jnp.asarray(scales))
 
 
 def random_layer(config: K3Config, recipe: str, seed: int = 0) -> MoE:

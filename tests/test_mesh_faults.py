@@ -8,16 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 from layers import random_arrays, random_tokens, small_config
 from mesh_layers import CONFIG, LAYOUTS, arrays, assert_equal_stages, on_one_device, over_mesh, some_tokens, trace
 from numerics import assert_same_bits, relative_l2
+from ragged_contract import make_transfer
 
 from k3jax import K3Config, LoadOptions, MoE, MoEArrays, Routing
 from sharding import make_mesh
 from sharding.dispatch import ReplicatedTokens
-from sharding.ragged import ragged_all_to_all
 from sharding.transports import PerRank, Plan
 
 routed: Any = jax.jit(
@@ -26,49 +25,19 @@ routed: Any = jax.jit(
 )
 
 
-def ragged_by_definition(operands: np.ndarray, outputs: np.ndarray, sizes: np.ndarray, places: Any) -> np.ndarray:
-    """The loop of the contract, in NumPy, for rows sent one rank's after another."""
-    result = outputs.copy()
-    for sender, row in enumerate(sizes):
-        starts = np.cumsum(row) - row
-        for receiver, (start, size) in enumerate(zip(starts, row, strict=True)):
-            at = places[sender][receiver]
-            result[receiver, at : at + size] = operands[sender, start : start + size]
-    return result
+# Where every rank works on all of many tokens, what XLA's optimisation saves is more than it takes.
+optimised: Any = jax.jit(lambda layer, x, mask: layer.trace(x, mask))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_ragged_all_to_all_keeps_its_contract(ranks: int) -> None:
     """Fault 15: output offsets are the sender's view. With the receiver's, the result differs."""
-    rng = np.random.default_rng(ranks)
-    sizes = np.array([[1, 3], [2, 0]]) if ranks == 2 else rng.integers(0, 4, (8, 8))
-    rows = int(max(sizes.sum(axis=0).max(), sizes.sum(axis=1).max()))
-    operands = rng.standard_normal((ranks, rows, 3)).astype(np.float32)
-    outputs = np.full((ranks, rows, 3), -7, np.float32)
-    places = np.cumsum(sizes, axis=0) - sizes  # where each receiver has room for each sender, sender by receiver
-
-    def run(operand: Array, output: Array, size: Array, place: Array, arriving: Array) -> Array:
-        return ragged_all_to_all(
-            operand[0],
-            output[0],
-            input_offsets=jnp.cumsum(size[0], dtype=jnp.int32) - size[0],
-            send_sizes=size[0],
-            output_offsets=place[0],
-            recv_sizes=arriving[0],
-            axes=("expert",),
-        )[None]
-
-    spec = PartitionSpec("expert")
-    over_ranks = jax.jit(
-        jax.shard_map(run, mesh=make_mesh(expert=ranks), in_specs=spec, out_specs=spec, check_vma=False)
-    )
-
-    def exchange(place: np.ndarray) -> np.ndarray:
-        return np.asarray(over_ranks(operands, outputs, *(a.astype(np.int32) for a in (sizes, place, sizes.T))))
-
-    expected = ragged_by_definition(operands, outputs, sizes, places)
-    np.testing.assert_array_equal(exchange(places), expected)
-    assert not np.array_equal(exchange(np.ascontiguousarray(places.T)), expected)
+    sizes = np.array([[1, 3], [2, 0]]) if ranks == 2 else np.random.default_rng(ranks).integers(0, 4, (8, 8))
+    transfer, mesh = make_transfer(sizes), make_mesh(expert=ranks)
+    expected = transfer.expected()
+    np.testing.assert_array_equal(transfer.run(mesh), expected)
+    receivers = dataclasses.replace(transfer, places=np.ascontiguousarray(transfer.places.T))
+    assert not np.array_equal(receivers.run(mesh), expected)
 
 
 @pytest.mark.parametrize("name", ["replicated-ep8", "gather-ep8", "per-rank-ep8"])
@@ -135,7 +104,8 @@ def test_the_release_s_numbers_of_experts_picks_and_ranks() -> None:
     ):
         options = LoadOptions(wire=wire, transport=transport)
         layer = MoE(config, arrays=weights, mesh=mesh, tokens=tokens, options=options)
-        error = relative_l2(trace(layer, x, mask)["output"], theirs)
+        run = optimised if tokens == "replicated" else trace
+        error = relative_l2(run(layer, x, mask)["output"], theirs)
         if wire == "f32":
             assert error <= 5e-4, (tokens, transport)
             assert relative_l2(routed(layer, x, routing), sums) <= 1e-6, (tokens, transport)
@@ -147,9 +117,10 @@ def test_encoded_rows_are_half_the_bytes_and_the_same_numbers() -> None:
     """w4a8 sends e4m3 values and a scale a block, and gets the numbers of rows that travelled in bfloat16."""
     layer = over_mesh(LAYOUTS["gather-ep8"], "w4a8", arrays("w4a8"))
     x, mask = some_tokens(), np.ones(len(some_tokens()), np.bool_)
-    encoded = trace(layer, x, mask)
-    hlo = trace.lower(layer, x, mask).compile().as_text()
-    gathered = [line.split("=")[1].split("[")[0].strip() for line in hlo.splitlines() if " all-gather(" in line]
+    program = trace.lower(layer, x, mask).compile()
+    encoded = program(layer, x, mask)
+    lines = program.as_text().splitlines()
+    gathered = [line.split("=")[1].split("[")[0].strip() for line in lines if " all-gather(" in line]
     assert {dtype.lstrip("(") for dtype in gathered} == {"u8", "s32", "f32"}
     layer.layout = dataclasses.replace(layer.layout, ranks=layer.layout.ranks.unencoded())
     plain = trace(layer, x, mask)
