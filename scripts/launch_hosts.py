@@ -1,6 +1,7 @@
-"""Starts a Python program as several processes of this machine that take each other for hosts of a cluster (CPU only).
+"""Starts a Python program as several processes of this machine that take each other for hosts of a cluster.
 
-uv run scripts/launch_hosts.py --processes 4 --devices 2 program.py --its-own --options
+uv run scripts/launch_hosts.py --processes 4 --devices 2 program.py --its-own --options    # simulated CPU devices
+uv run scripts/launch_hosts.py --processes 2 --gpus program.py --its-own --options         # a GPU for each process
 
 Each process finds the variables that a SLURM step has, so `jax.distributed.initialize()` detects the "cluster" as it
 would a real one, on a free port of this machine's loopback interface. Every process is the head of a process group;
@@ -10,6 +11,7 @@ Exit status: 0 if all processes end with 0, else 1.
 """
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -37,15 +39,18 @@ def free_port() -> int:
         return port
 
 
-def host_environment(process: int, processes: int, devices: int, port: int) -> dict[str, str]:
-    """This process's environment with a SLURM step's variables, and `devices` simulated CPU devices."""
+def host_environment(process: int, processes: int, devices: int, port: int, *, gpus: bool = False) -> dict[str, str]:
+    """This process's environment with a SLURM step's variables, and `devices` simulated CPU devices.
+
+    With `gpus`, JAX takes the GPU of the process's number among those of the machine, as it does for a SLURM task.
+    """
+    platform = {"JAX_PLATFORMS": "cuda"} if gpus else {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": processes, "PROCID": process, "LOCALID": process}
     return (
         os.environ
         | {f"SLURM_{name}": str(value) for name, value in slurm.items()}
         | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(devices),
+            **platform,
             "JAX_COORDINATOR_PORT": str(port),
             "JAX_COORDINATOR_BIND_ADDRESS": f"localhost:{port}",
             "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
@@ -66,6 +71,8 @@ class LocalHosts:
         processes: int,
         devices: int = 1,
         say: Callable[[int, str], None] = lambda process, line: None,
+        *,
+        gpus: bool = False,
     ) -> None:
         self.lines: list[tuple[int, str]] = []
         self.processes: list[subprocess.Popen[str]] = []
@@ -74,7 +81,7 @@ class LocalHosts:
         port = free_port()
         try:
             for process in range(processes):
-                self._start(command, process, host_environment(process, processes, devices, port))
+                self._start(command, process, host_environment(process, processes, devices, port, gpus=gpus))
         except BaseException:
             self.close()
             raise
@@ -107,18 +114,18 @@ class LocalHosts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def wait(self, grace: float) -> list[int | None]:
+    def wait(self, grace: float, limit: float = math.inf) -> list[int | None]:
         """Exit statuses (-N: ended by signal N) once all have ended, or `grace` seconds after the first failure.
 
-        None stands for a process that still runs then.
+        None stands for a process that still runs then, or after `limit` seconds.
         """
-        deadline = None
+        deadline = time.monotonic() + limit
         while True:
             statuses = [process.poll() for process in self.processes]
-            failed = any(statuses)  # neither 0 nor None
-            if failed and deadline is None:
-                deadline = time.monotonic() + grace
-            if None not in statuses or (deadline is not None and time.monotonic() > deadline):
+            if any(statuses):  # neither 0 nor None
+                deadline = min(deadline, time.monotonic() + grace)
+                grace = math.inf  # counted from the first failure on
+            if None not in statuses or time.monotonic() > deadline:
                 return statuses
             time.sleep(_POLL)
 
@@ -147,12 +154,19 @@ def launch(
     command: Annotated[list[str], typer.Argument(help="A Python program and its arguments.")],
     processes: Annotated[int, typer.Option(min=1, help="How many processes.")] = 2,
     devices: Annotated[int, typer.Option(min=1, help="Simulated CPU devices of each process.")] = 1,
+    gpus: Annotated[bool, typer.Option("--gpus", help="One of this machine's GPUs for each process instead.")] = False,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that the others have after one fails.")] = 150,
 ) -> None:
     """Run a Python program as several processes of this machine that take each other for hosts of a cluster."""
     for caught in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(caught, _stop)
-    with LocalHosts(command, processes, devices, lambda process, line: print(f"[{process}] {line}", flush=True)) as run:
+    if gpus and devices != 1:
+        raise typer.BadParameter("--gpus gives each process one GPU: --devices is for simulated ones")
+
+    def say(process: int, line: str) -> None:
+        print(f"[{process}] {line}", flush=True)
+
+    with LocalHosts(command, processes, devices, say, gpus=gpus) as run:
         statuses = run.wait(grace)
     for process, status in enumerate(statuses):
         if status is None:

@@ -10,6 +10,7 @@ import jaxtyping
 import pytest
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several test processes share one GPU
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # nothing may need NVLink multicast
 jaxtyping.install_import_hook(["k3jax", "pallas_kernels", "sharding"], "beartype.beartype")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -20,8 +21,10 @@ hypothesis.settings.load_profile("k3jax")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips the tests marked `gpu` where JAX sees no GPU, and those marked `slow` unless `-m slow` asks for them."""
-    absent = {} if jax.default_backend() == "gpu" else {"gpu": "needs a CUDA GPU"}
+    """Skips tests marked `gpu` and `gpu2` where JAX sees fewer GPUs, and `slow` ones unless `-m slow` asks for them."""
+    gpus = jax.device_count() if jax.default_backend() == "gpu" else 0
+    needed = {"gpu": (1, "needs a CUDA GPU"), "gpu2": (2, f"needs two CUDA GPUs, there are {gpus}")}
+    absent = {marker: reason for marker, (count, reason) in needed.items() if gpus < count}
     if "slow" not in config.getoption("markexpr"):
         absent["slow"] = "takes minutes; -m slow runs it"
     for item in items:

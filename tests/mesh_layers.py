@@ -60,19 +60,21 @@ def over_mesh(case: Case, recipe: str, weights: MoEArrays) -> MoE:
     )
 
 
-def distributions(weights: MoEArrays) -> dict[str, tuple[MoEArrays, np.ndarray]]:
+def distributions(
+    weights: MoEArrays, tokens: int = TOKENS, picks: int = CONFIG.experts_per_token
+) -> dict[str, tuple[MoEArrays, np.ndarray]]:
     """Weights and a mask of tokens for picks that are even, all on the first rank, skewed, and none at all.
 
     Biases choose experts: those of 10 are picked by every token.
     """
     num_experts = weights.router_bias.shape[0]
-    hot = jnp.zeros(num_experts).at[:2].set(10.0)
+    hot = jnp.zeros(num_experts).at[:picks].set(10.0)
     skewed = jnp.asarray(np.random.default_rng(3).permutation(np.geomspace(1e-3, 1, num_experts)), jnp.float32)
-    everyone = np.ones(TOKENS, np.bool_)
+    everyone = np.ones(tokens, np.bool_)
     return {
         "uniform": (weights, everyone),
         "hot": (dataclasses.replace(weights, router_bias=hot), everyone),
-        "skewed": (dataclasses.replace(weights, router_bias=skewed), np.arange(TOKENS) % 7 > 0),
+        "skewed": (dataclasses.replace(weights, router_bias=skewed), np.arange(tokens) % 7 > 0),
         "zero": (weights, ~everyone),
     }
 

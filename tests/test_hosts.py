@@ -59,20 +59,26 @@ def evaluation(folder: Path, mesh: str, layout: str, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("processes", "mesh", "layout"), [(2, "expert=4,tensor=2", "replicated"), (4, "expert=8", "sharded")]
+    ("processes", "mesh", "layout", "gpus"),
+    [
+        (2, "expert=4,tensor=2", "replicated", False),
+        (4, "expert=8", "sharded", False),
+        pytest.param(2, "expert=2", "sharded", True, marks=pytest.mark.gpu2),
+    ],
 )
 def test_several_hosts_give_one_host_s_result(
-    hosts: Any, folder: Path, tmp_path: Path, processes: int, mesh: str, layout: Layout
+    hosts: Any, folder: Path, tmp_path: Path, processes: int, mesh: str, layout: Layout, gpus: bool
 ) -> None:
     outputs: tuple[str, ...] = ("--output", str(tmp_path / "out.safetensors"), "--json", str(tmp_path / "out.json"))
     if layout == "sharded":
         outputs += ("--transport", "per_rank")
-    with hosts(evaluation(folder, mesh, layout, *outputs), processes, 8 // processes) as running:
-        assert running.wait(grace=10) == [0] * processes, running.lines
+    devices = 2 if gpus else 8
+    with hosts(evaluation(folder, mesh, layout, *outputs), processes, devices // processes, gpus=gpus) as running:
+        assert running.wait(grace=10, limit=300) == [0] * processes, running.lines
     expected, statistics = in_one_process(folder, mesh, layout)
     found = Capture.open(tmp_path / "out.safetensors")
     values = json.loads((tmp_path / "out.json").read_text())
-    assert (values["hosts"], values["devices"]) == (processes, "8 x cpu")
+    assert (values["hosts"], values["devices"]) == (processes, f"{devices} x {jax.devices()[0].device_kind}")
     assert list(found.layers) == list(expected.layers) == [0, 1]
     for layer, told in zip(statistics, values["layers"], strict=True):
         mine, theirs = expected.layers[layer.layer], found.layers[layer.layer]
