@@ -6,11 +6,14 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from k3jax.bench.run import Request
 
 # Commands import what they need when they run: `k3jax --help` must not wait seconds for JAX.
 
@@ -205,9 +208,14 @@ def convert(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize and layer.")] = "w13,w2",
+    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize and layer; or ep.")] = "w13,w2",
     rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",
-    tokens: Annotated[str, typer.Option(metavar="T,...", help="Tokens of op layer.")] = "1,8,64,256,1024,8192",
+    tokens: Annotated[
+        str, typer.Option(metavar="T,...", help="Tokens of op layer; of op ep on each rank.")
+    ] = "1,8,64,256,1024,8192",
+    mesh: Annotated[
+        str, typer.Option(metavar="expert=2", help="Ranks of op ep, which needs them; a CPU simulates its devices.")
+    ] = "",
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Time every stage of op layer.")] = False,
     groups: Annotated[int, typer.Option(help="Experts on this device.")] = 112,
     distribution: Annotated[
@@ -224,9 +232,9 @@ def bench(
     ] = None,
     hidden: Annotated[int, typer.Option(help="Length of an expert's input and output row.")] = 3584,
     width: Annotated[int, typer.Option(help="Width of an expert.")] = 3072,
-    model: Annotated[int, typer.Option(help="Length of a token, of op layer.")] = 7168,
-    picks: Annotated[int, typer.Option(help="Experts that a token goes to, of op layer.")] = 16,
-    shared: Annotated[int, typer.Option(min=0, help="Shared experts, of op layer.")] = 2,
+    model: Annotated[int, typer.Option(help="Length of a token, of ops layer and ep.")] = 7168,
+    picks: Annotated[int, typer.Option(help="Experts that a token goes to, of ops layer and ep.")] = 16,
+    shared: Annotated[int, typer.Option(min=0, help="Shared experts, of ops layer and ep.")] = 2,
     repeats: Annotated[int, typer.Option(help="Timed calls of each row of the table.")] = 30,
     timer: Annotated[
         Literal["device", "wall"] | None,
@@ -235,7 +243,10 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Of the random operands and of which experts are busy.")] = 0,
     json: JsonOption = None,
 ) -> None:
-    """Time the experts' products, SiTU, the quantisers or the layer at Kimi K3's sizes, beside the device's limits."""
+    """Time the experts' products, SiTU, the quantisers or the layer at Kimi K3's sizes, beside the device's limits.
+
+    Op ep is the layer over several devices: what they exchange, and one device beside it.
+    """
     with _errors_in_words():
         if peers:  # their process needs some of the GPU's memory, which JAX would take whole
             os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -266,17 +277,43 @@ def bench(
             shared=shared,
             breakdown=breakdown,
         )
-        cases = run.plan(request)
+        if mesh or "ep" in request.ops:
+            ok = _bench_ep(request, mesh, json)
+        else:
+            cases = run.plan(request)
 
-        def keep(so_far: run.Run) -> None:
-            if json is not None:
-                outputs.write_json(json, run.as_json(so_far))
+            def keep(so_far: run.Run) -> None:
+                if json is not None:
+                    outputs.write_json(json, run.as_json(so_far))
 
-        with progress_bar(Console(stderr=True)) as progress:
-            result = run.run(request, cases, progress, keep)
-        console.print_bench(Console(highlight=False), result)
-    if not result.ok:
+            with progress_bar(Console(stderr=True)) as progress:
+                result = run.run(request, cases, progress, keep)
+            console.print_bench(Console(highlight=False), result)
+            ok = result.ok
+    if not ok:
         raise typer.Exit(1)
+
+
+def _bench_ep(request: "Request", mesh: str, json: Path | None) -> bool:
+    """The part of `bench` that runs over a mesh; whether its results are right."""
+    from k3jax import outputs
+    from k3jax.bench import ep_console, ep_run
+    from k3jax.progress import progress_bar
+    from sharding.mesh import parse_mesh
+    from sharding.simulated import simulate_devices
+
+    sizes = parse_mesh(mesh)
+    simulate_devices(sizes.devices)
+    cases = ep_run.plan(request, sizes)
+
+    def keep(so_far: ep_run.EpRun) -> None:
+        if json is not None:
+            outputs.write_json(json, ep_run.as_json(so_far))
+
+    with progress_bar(Console(stderr=True)) as progress:
+        result = ep_run.measure(request, cases, progress, keep)
+    ep_console.print_ep(Console(highlight=False), result)
+    return result.ok
 
 
 def _names(text: str) -> tuple[str, ...]:

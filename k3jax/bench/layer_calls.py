@@ -27,6 +27,12 @@ _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-
 
 def make_layer(case: LayerCase, implementation: str | None) -> MoE:
     """A layer of the case's sizes with random weights, laid out for `implementation`."""
+    config, arrays = make_weights(case)
+    return MoE(config, recipe=case.recipe, implementation=implementation, arrays=arrays)
+
+
+def make_weights(case: LayerCase) -> tuple[K3Config, MoEArrays]:
+    """A config of the case's sizes, and random weights for it."""
     config = K3Config(
         hidden_size=case.model,
         intermediate_size=case.model,
@@ -54,7 +60,7 @@ def make_layer(case: LayerCase, implementation: str | None) -> MoE:
         **shared,
         **_experts(case),
     )
-    return MoE(config, recipe=case.recipe, implementation=implementation, arrays=arrays)
+    return config, arrays
 
 
 def make_tokens(case: LayerCase, layer: MoE) -> BFloat16[Array, "t d"]:

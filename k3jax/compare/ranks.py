@@ -66,10 +66,7 @@ def rank_loads(ids: NDArray[Any], config: K3Config, layout: Layout) -> tuple[Ran
 def _sent(holders: NDArray[Any], shard: int, config: K3Config, layout: Layout) -> NDArray[Any]:
     """Bytes that each rank of `expert` sends for the tokens of its group."""
     sent = np.zeros(layout.sizes.expert)
+    travelled = copies(holders, shard, layout.sizes.expert)
     for collective in layer_collectives(config, layout, shard):
-        if collective.rows is None:
-            sent += collective.sent
-        else:
-            rows = copies(holders, shard, layout.sizes.expert).sum(axis=0 if collective.returns else 1)
-            sent += rows * collective.row_bytes
+        sent += collective.sent_by(travelled)
     return sent

@@ -3,9 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
 
 from k3jax.config import K3Config
 from sharding import Layout
@@ -47,6 +50,12 @@ class Collective:
             return self.rows * self.row_bytes
         share = {"all-gather": self.ranks, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}[self.op]
         return self.shape[0] * self.row_bytes * share * (self.ranks - 1) / self.ranks
+
+    def sent_by(self, copies: NDArray[Any]) -> NDArray[Any]:
+        """Bytes that each rank sends, where `copies [R, R]` rows go from one rank to another (`traffic.copies`)."""
+        if self.rows is None:
+            return np.full(len(copies), self.sent)
+        return copies.sum(axis=0 if self.returns else 1) * float(self.row_bytes)
 
 
 def layer_collectives(config: K3Config, layout: Layout, tokens: int) -> list[Collective]:
