@@ -80,6 +80,18 @@ def test_any_number_of_experts_a_rank(ranks: int) -> None:
     assert relative_l2(routed(spread, x, routing), routed(one, x, routing)) < 1e-6
 
 
+def test_widths_of_an_odd_number_of_blocks() -> None:
+    """Fault 9: 96 a rank, three blocks of 32 that share a scale, is right; 360 would cut a block."""
+    config, x = dataclasses.replace(CONFIG, moe_intermediate_size=192), random_tokens((9, 64))
+    weights, mesh = random_arrays(config, "w4a8"), make_mesh(expert=4, tensor=2)
+    one, spread = (MoE(config, recipe="w4a8", arrays=weights, mesh=over) for over in (None, mesh))
+    routing = one.route(x)
+    assert relative_l2(routed(spread, x, routing), routed(one, x, routing)) < 4e-3
+    cut = dataclasses.replace(CONFIG, moe_intermediate_size=720)
+    with pytest.raises(ValueError, match=r"leaves 360 a device.*multiples of 32"):
+        MoE(cut, recipe="w4a8", arrays=random_arrays(CONFIG, "w4a8"), mesh=mesh)
+
+
 def test_the_release_s_numbers_of_experts_picks_and_ranks() -> None:
     """Fault 19: 2,048 tokens, 16 of 896 experts, 8 ranks. The sum of experts in float32, and the block's output."""
     config = small_config(
