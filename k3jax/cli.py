@@ -208,7 +208,9 @@ def convert(
 
 @app.command()
 def bench(
-    op: Annotated[str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize and layer; or ep.")] = "w13,w2",
+    op: Annotated[
+        str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize, schedule, gather, combine, layer; or ep.")
+    ] = "w13,w2",
     rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",
     tokens: Annotated[
         str, typer.Option(metavar="T,...", help="Tokens of op layer; of op ep on each rank.")
@@ -233,7 +235,7 @@ def bench(
     hidden: Annotated[int, typer.Option(help="Length of an expert's input and output row.")] = 3584,
     width: Annotated[int, typer.Option(help="Width of an expert.")] = 3072,
     model: Annotated[int, typer.Option(help="Length of a token, of ops layer and ep.")] = 7168,
-    picks: Annotated[int, typer.Option(help="Experts that a token goes to, of ops layer and ep.")] = 16,
+    picks: Annotated[int, typer.Option(help="Experts of a token: schedule, gather, combine, layer, ep.")] = 16,
     shared: Annotated[int, typer.Option(min=0, help="Shared experts, of ops layer and ep.")] = 2,
     repeats: Annotated[int, typer.Option(help="Timed calls of each row of the table.")] = 30,
     timer: Annotated[

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.routing import Routing
-from k3jax.row_order import schedule_rows, spread
+from k3jax.row_order import spread
 from pallas_kernels import (
     Activation,
     KernelWeights,
@@ -29,6 +29,7 @@ from pallas_kernels import (
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
+    schedule_rows,
 )
 from sharding import Ranks
 

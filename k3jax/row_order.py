@@ -1,35 +1,11 @@
-"""Rows in the order of their experts: where each slot's row is, and tokens spread out to rows."""
-
-from typing import NamedTuple
+"""Tokens spread out to rows in the order of their experts."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels import combine_rows, gather_rows
-
-
-class RowSchedule(NamedTuple):
-    """Rows in expert order: `token[s]` reads row s, `row[t, k]` is where slot k of token t went, `group_sizes [E]`.
-
-    `row` is -1 where the slot has no expert.
-    """
-
-    token: Int[Array, " s"]
-    row: Int[Array, "t x"]
-    group_sizes: Int[Array, " e"]
-
-
-def schedule_rows(ids: Int[Array, "t x"], num_experts: int) -> RowSchedule:
-    """Sorts the slots by expert, stably. Slots whose id is no expert (-1) come last and belong to no group."""
-    num_tokens, slots = ids.shape
-    expert = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
-    order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-    row = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    row = jnp.where(expert < num_experts, row, -1)
-    group_sizes = jnp.bincount(expert, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return RowSchedule(order // slots, row.reshape(num_tokens, slots), group_sizes)
+from pallas_kernels import RowSchedule, combine_rows, gather_rows
 
 
 @jax.custom_vjp

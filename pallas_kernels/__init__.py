@@ -15,6 +15,7 @@ from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_toke
 from pallas_kernels.nvfp4 import dequantize_nvfp4
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
+from pallas_kernels.slot_order import RowSchedule, schedule_rows
 from pallas_kernels.token_rows import combine_rows, gather_rows
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "KernelWeights",
     "MXFP4Array",
     "MXFP8Array",
+    "RowSchedule",
     "Situ",
     "SwiGLU",
     "TokenScaledArray",
@@ -40,6 +42,7 @@ __all__ = [
     "quantize_fp8_token",
     "quantize_mxfp4",
     "quantize_mxfp8",
+    "schedule_rows",
     "situ_and_mul",
     "swiglu_and_mul",
     "to_kernel_layout",

@@ -22,8 +22,9 @@ _FASTEST_FIRST = {
     "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
     "quantize_fp8_token": ("mosaic", "xla", "triton", "reference"),
     # xla first until the kernels were timed on a GPU: they run where they are named.
-    "gather_rows": ("xla", "triton", "reference"),
-    "combine_rows": ("xla", "triton", "reference"),
+    "schedule_rows": ("xla", "triton", "reference"),
+    "gather_rows": ("xla", "mosaic", "triton", "reference"),
+    "combine_rows": ("xla", "mosaic", "triton", "reference"),
 }
 
 # Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. The
@@ -137,11 +138,14 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
         return unfit
     # Imported here, because the kernels' own modules import this one.
     if op != "grouped_matmul":
-        if name != "mosaic" or x is None:
-            return None
         from pallas_kernels import row_kernels
 
-        return row_kernels.of(name).why_not(op, x)
+        if x is not None and name == "triton" and op == row_kernels.SCHEDULE:
+            return row_kernels.schedule().why_not(x)
+        if name != "mosaic" or x is None:
+            return None
+        kernels = row_kernels.moves(name) if op in row_kernels.MOVES else row_kernels.of(name)
+        return kernels.why_not(op, x)
     if w is None:
         return None
     from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights

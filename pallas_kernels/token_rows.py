@@ -19,16 +19,17 @@ def gather_rows(
 
     Args:
         x: `[T, L]` of any float dtype. tokens: int32 `[S]`, `0 <= tokens < T`.
-        implementation: "reference" or "xla" (the same indexing), "triton" (NVIDIA GPUs from Ampere on), or None for the
-            fastest that can.
+        implementation: "reference" or "xla" (the same indexing), "mosaic" (Hopper, bfloat16), "triton" (NVIDIA GPUs
+            from Ampere on), or None for the fastest that can.
 
     Raises:
         ValueError: no such implementation exists.
         NotImplementedError: the named implementation cannot run this here, or a gradient is asked of a kernel (who
             knows where each token's rows are adds them up with `combine_rows`, in a fixed order).
     """
-    if select.choose("gather_rows", implementation, x=x) == "triton" and x.size and tokens.size:
-        return _one_by_one(row_kernels.moves().gather_rows)(x, tokens)
+    chosen = select.choose("gather_rows", implementation, x=x)
+    if chosen in row_kernels.IMPLEMENTATIONS and x.size and tokens.size:
+        return _one_by_one(row_kernels.moves(chosen).gather_rows)(x, tokens)
     return x.at[tokens].get(mode="promise_in_bounds")
 
 
@@ -49,7 +50,8 @@ def combine_rows(
         rows: `[S, L]`, bfloat16 or float32. Those that no position names are not read and may hold anything, NaN too.
         positions: int32 `[T, X]`, `positions < S`; a negative one adds nothing. No row is named twice.
         weights: float32 `[T, X]`.
-        implementation: "reference", "xla", "triton" (NVIDIA GPUs from Ampere on), or None for the fastest that can.
+        implementation: "reference", "xla", "mosaic" (Hopper, bfloat16 rows), "triton" (NVIDIA GPUs from Ampere on), or
+            None for the fastest that can.
 
     Returns:
         float32 `[T, L]`. Differentiable with respect to `rows` and `weights`, once: rows that no position names have a
@@ -64,8 +66,8 @@ def combine_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _combine(rows: Array, positions: Array, weights: Array, implementation: str) -> Array:
-    if implementation == "triton" and rows.size and positions.size:
-        return _one_by_one(row_kernels.moves().combine_rows)(rows, positions, weights)
+    if implementation in row_kernels.IMPLEMENTATIONS and rows.size and positions.size:
+        return _one_by_one(row_kernels.moves(implementation).combine_rows)(rows, positions, weights)
     return (_reference if implementation == "reference" else _slot_by_slot)(rows, positions, weights)
 
 

@@ -18,7 +18,7 @@ from k3jax.bench.cases import DISTRIBUTIONS, GROUPS, Case, group_sizes
 from k3jax.bench.timing import Activity, Stopwatch, call_times
 from k3jax.cli import app
 
-SMALL = ("--groups", 4, "--hidden", 64, "--width", 96, "--repeats", 2)
+SMALL = ("--groups", 4, "--hidden", 64, "--width", 96, "--picks", 4, "--repeats", 2)
 KEYS = {"op", "recipe", "implementation", "groups", "rows", "distribution", "us", "us_min", "us_max"}
 KEYS |= {"tflops", "tbs", "roof_us", "compile_s", "device", "jax", "ceilings"}
 CEILINGS = {"read": 4.37e12, "copy": 3.26e12, "bf16": 744e12, "fp8": 1445e12}
@@ -69,6 +69,9 @@ def test_the_floor_at_the_models_sizes() -> None:
     situ, quantize = Case("situ", "bf16", 10), Case("quantize", "w4a8_fp8", 10)
     assert situ.bytes == 10 * 3 * 3072 * 2
     assert quantize.bytes == 10 * (3 * 3584 + 4)
+    gather, combine = (Case(op, "bf16", 160) for op in ("gather", "combine"))
+    assert gather.bytes == 2 * 3584 * (10 + 160) + 4 * 160
+    assert combine.bytes == 160 * (2 * 3584 + 8) + 4 * 10 * 3584
     assert run.roof_us(situ, CEILINGS) == situ.bytes / 3.26e6
 
 
@@ -137,12 +140,12 @@ def test_device_times_are_within_the_clocks() -> None:
 
 def test_every_op_and_recipe(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    ops, recipes = "w13,w2,situ,quantize", "bf16,w4a16,w4a8,w4a8_fp8"
+    ops, recipes = "w13,w2,situ,quantize,schedule,gather,combine", "bf16,w4a16,w4a8,w4a8_fp8"
     done = bench("--op", ops, "--recipe", recipes, "--rows", 40, *SMALL, "--json", file)
     assert done.exit_code == 0, done.output
     assert [path.name for path in tmp_path.iterdir()] == ["bench.json"]
     rows = json.loads(file.read_text(), parse_constant=pytest.fail)
-    assert len(rows) == 4 + 4 + 1 + 2
+    assert len(rows) == 4 + 4 + 1 + 2 + 3
     for row in rows:
         assert row.keys() >= KEYS
         assert "humming_us" not in row
@@ -266,12 +269,13 @@ def test_the_peers_program_needs_no_jax(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--op", "w14"), "op 'w14' is not one of w13, w2, situ, quantize, layer"),
+        (("--op", "w14"), "op 'w14' is not one of w13, w2, situ, quantize, schedule, gather, combine, layer"),
         (("--recipe", "w4a4"), "recipe 'w4a4' is not one of bf16, w4a16, w4a8, w4a8_fp8"),
         (("--op", "quantize", "--recipe", "bf16"), "op quantize has the recipes w4a8, w4a8_fp8, not bf16"),
         (("--distribution", "even"), "distribution 'even' is not one of uniform, zipf, hot"),
         (("--rows", "1e3"), "--rows '1e3' must be whole numbers such as 128,2048"),
         (("--rows", "0"), "rows=0 must be at least 1"),
+        (("--op", "gather", "--rows", "40"), "rows=(40,) must be multiples of picks=16"),
         (("--groups", "0"), "groups=0 must be at least 1"),
         (("--repeats", "0"), "repeats=0 must be at least 1"),
         (("--hidden", "48"), "hidden=48 must be a multiple of 32"),

@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16
 
-from k3jax.bench.cases import Case
+from k3jax.bench.cases import GROUPS, Case
 from k3jax.experts import RECIPES, Weights
 from pallas_kernels import (
     MXFP4Array,
     Situ,
+    combine_rows,
+    gather_rows,
     grouped_matmul,
     lay_out,
     quantize_fp8_token,
     quantize_mxfp8,
+    schedule_rows,
     situ_and_mul,
 )
 from pallas_kernels.rounding import to_bfloat16
@@ -91,13 +94,30 @@ def product_call(
 
 
 def elementwise_call(case: Case, x: Array, implementation: str) -> Program:
-    """SiTU of rows of gate and up, or a quantiser."""
+    """SiTU of rows of gate and up, a quantiser, or rows sorted, gathered from tokens or added up to them."""
     operation: Callable[..., Any]
+    if case.op in ("schedule", "gather", "combine"):
+        return _move_call(case, x, implementation)
     if case.op == "situ":
         operation = functools.partial(situ_and_mul, beta=KIMI.beta, linear_beta=KIMI.linear_beta)
     else:
         operation = quantize_mxfp8 if case.recipe == "w4a8" else quantize_fp8_token
     return compiled(functools.partial(operation, implementation=implementation), x)
+
+
+def _move_call(case: Case, x: Array, implementation: str) -> Program:
+    """Rows in the order of experts that tokens pick at random."""
+    keys = jax.random.split(jax.random.key(case.seed))
+    shape = case.tokens, case.picks
+    ids = jax.random.randint(keys[0], shape, 0, GROUPS)
+    if case.op == "schedule":
+        return compiled(functools.partial(schedule_rows, groups=GROUPS, implementation=implementation), ids)
+    schedule = jax.jit(schedule_rows, static_argnums=1)(ids, GROUPS)
+    if case.op == "gather":
+        operation = functools.partial(gather_rows, implementation=implementation)
+        return compiled(operation, x[: case.tokens], schedule.token)
+    weights = jax.random.uniform(keys[1], shape)
+    return compiled(functools.partial(combine_rows, implementation=implementation), x, schedule.row, weights)
 
 
 def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:

@@ -8,13 +8,14 @@ import dataclasses
 import numpy as np
 
 GEMMS = ("w13", "w2")
-OPS = (*GEMMS, "situ", "quantize", "layer")
+OPS = (*GEMMS, "situ", "quantize", "schedule", "gather", "combine", "layer")
 RECIPES = ("bf16", "w4a16", "w4a8", "w4a8_fp8")
 DISTRIBUTIONS = ("uniform", "zipf", "hot")
 
 # Kimi K3's routed experts, and the share of them that one of eight devices holds.
 HIDDEN = 3584
 WIDTH = 3072
+PICKS = 16
 GROUPS = 112
 ROWS = (128, 2048, 16384, 65536)
 
@@ -27,7 +28,9 @@ class Case:
     """One row of the table.
 
     w13 is `[rows, hidden] x [groups, 2 * width, hidden]` with SiTU, w2 `[rows, width] x [groups, hidden, width]`, situ
-    `[rows, 2 * width] -> [rows, width]`, and quantize takes bfloat16 `[rows, hidden]` to the rows of `recipe`.
+    `[rows, 2 * width] -> [rows, width]`, and quantize takes bfloat16 `[rows, hidden]` to the rows of `recipe`. gather
+    makes those rows out of as many tokens as have `picks` each, combine adds them up to float32 tokens, and schedule
+    sorts them by expert.
     """
 
     op: str
@@ -38,11 +41,17 @@ class Case:
     hidden: int = HIDDEN
     width: int = WIDTH
     seed: int = 0
+    picks: int = PICKS
+
+    @property
+    def tokens(self) -> int:
+        """Of schedule, gather and combine."""
+        return self.rows // self.picks
 
     @property
     def depth(self) -> int:
         """K of a product; the length of a row of the other ops' input."""
-        return {"w13": self.hidden, "w2": self.width, "situ": 2 * self.width, "quantize": self.hidden}[self.op]
+        return {"w2": self.width, "situ": 2 * self.width}.get(self.op, self.hidden)
 
     @property
     def columns(self) -> int:
@@ -75,8 +84,29 @@ class Case:
             return 2.0 * self.rows * (self.depth + self.width)
         if self.op == "quantize":
             return self.rows * (2.0 * self.depth + quantised_row_bytes(self.recipe, self.depth))
+        if self.op == "schedule":
+            return schedule_bytes(self.rows, GROUPS)
+        if self.op == "gather":
+            return gather_bytes(self.tokens, self.rows, self.hidden)
+        if self.op == "combine":
+            return combine_bytes(self.tokens, self.rows, self.hidden)
         result = self.width if self.op == "w13" else self.hidden
         return self.weight_bytes + self.rows * (quantised_row_bytes(self.recipe, self.depth) + 2.0 * result)
+
+
+def schedule_bytes(rows: int, groups: int) -> float:
+    """Of the group and the place of each slot, the token of each row, and the size of each group."""
+    return 12.0 * rows + 4.0 * groups
+
+
+def gather_bytes(tokens: int, rows: int, hidden: int) -> float:
+    """Of bfloat16 tokens read once, the number of each row's, and rows."""
+    return 2.0 * (tokens + rows) * hidden + 4.0 * rows
+
+
+def combine_bytes(tokens: int, rows: int, hidden: int) -> float:
+    """Of bfloat16 rows, a place and a weight for each, and float32 sums."""
+    return rows * (2.0 * hidden + 8.0) + 4.0 * tokens * hidden
 
 
 def quantised_row_bytes(recipe: str, length: int) -> float:

@@ -18,8 +18,8 @@ from k3jax.linear import linear, rms_norm
 from k3jax.moe import MoE
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
-from k3jax.row_order import schedule_rows, spread
-from pallas_kernels import combine_rows, grouped_matmul
+from k3jax.row_order import spread
+from pallas_kernels import combine_rows, grouped_matmul, schedule_rows
 from pallas_kernels.rounding import to_bfloat16
 
 _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-normal
@@ -118,7 +118,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
 
     yield stage("router", lambda layer, x: layer.route(x), layer, x)
     yield stage("latent_down", linear, x, latent_down.get_value())
-    yield stage("schedule", functools.partial(schedule_rows, num_experts=w13.shape[0]), routing.ids)
+    yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
     yield stage("gather", spread, made.pop("latent_down"), schedule)
     rows = made.pop("gather")

@@ -5,10 +5,20 @@ NumPy only, like `cases`.
 
 import dataclasses
 
-from k3jax.bench.cases import GROUPS, HIDDEN, RATES, WEIGHT_BYTES, WIDTH, quantised_row_bytes
+from k3jax.bench.cases import (
+    GROUPS,
+    HIDDEN,
+    PICKS,
+    RATES,
+    WEIGHT_BYTES,
+    WIDTH,
+    combine_bytes,
+    gather_bytes,
+    quantised_row_bytes,
+    schedule_bytes,
+)
 
 TOKENS = (1, 8, 64, 256, 1024, 8192)
-PICKS = 16
 MODEL = 7168
 SHARED = 2
 
@@ -106,8 +116,8 @@ def stage_work(case: LayerCase, experts_hit: int) -> dict[str, Work]:
             2.0 * tokens * experts * model,
         ),
         "latent_down": latent,
-        "schedule": Work(other_bytes=3.0 * _ID * rows + _ID * experts),
-        "gather": Work(other_bytes=_BF16 * (tokens + rows) * hidden + _ID * rows),
+        "schedule": Work(other_bytes=schedule_bytes(rows, experts)),
+        "gather": Work(other_bytes=gather_bytes(tokens, rows, hidden)),
         "quantize_rows": Work(other_bytes=rows * (_BF16 * hidden + row[hidden])),
         "w13": Work(
             experts_hit * 2 * expert,
@@ -116,7 +126,7 @@ def stage_work(case: LayerCase, experts_hit: int) -> dict[str, Work]:
         ),
         "quantize_hidden": Work(other_bytes=rows * (_BF16 * width + row[width])),
         "w2": Work(experts_hit * expert, rows * (row[width] + _BF16 * hidden), expert_flop=2.0 * rows * hidden * width),
-        "combine": Work(other_bytes=rows * (_BF16 * hidden + _ID + _FLOAT) + _FLOAT * tokens * hidden),
+        "combine": Work(other_bytes=combine_bytes(tokens, rows, hidden)),
         "norm_up": Work(
             latent.weight_bytes + _BF16 * hidden, tokens * (_FLOAT * hidden + _BF16 * model), latent.dense_flop
         ),

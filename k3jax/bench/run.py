@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3jax.bench import calls, layer_run
-from k3jax.bench.cases import DISTRIBUTIONS, GEMMS, GROUPS, HIDDEN, OPS, RATES, RECIPES, ROWS, WIDTH, Case
-from k3jax.bench.layer_cases import MODEL, PICKS, SHARED, TOKENS, LayerCase
+from k3jax.bench.cases import DISTRIBUTIONS, GEMMS, GROUPS, HIDDEN, OPS, PICKS, RATES, RECIPES, ROWS, WIDTH, Case
+from k3jax.bench.layer_cases import MODEL, SHARED, TOKENS, LayerCase
 from k3jax.bench.layer_run import LayerResult
 from k3jax.bench.peers import Peers
 from k3jax.bench.timing import CEILINGS, Stopwatch, Timer, Timing, default_timer, measure_ceiling
@@ -26,7 +26,10 @@ Progress = Callable[[int, int, str], None]
 XLA_LIMIT = 1.0  # seconds of one call beyond which the `xla` implementation is not worth timing
 ERROR_LIMITS = {"bf16": 2e-3, "w4a16": 2e-3, "w4a8": 3e-3, "w4a8_fp8": 3e-3}  # relative L2
 _QUANTIZERS = {"w4a8": "quantize_mxfp8", "w4a8_fp8": "quantize_fp8_token"}
-_OP_RECIPES = dict.fromkeys((*GEMMS, "layer"), RECIPES) | {"situ": ("bf16",), "quantize": ("w4a8", "w4a8_fp8")}
+_MOVES = {"schedule": "schedule_rows", "gather": "gather_rows", "combine": "combine_rows"}
+_PLAIN = {"situ": "situ_and_mul", **_MOVES}  # ops without recipes
+_OP_RECIPES: dict[str, tuple[str, ...]] = {**dict.fromkeys((*GEMMS, "layer"), RECIPES)}
+_OP_RECIPES |= {"quantize": ("w4a8", "w4a8_fp8")} | dict.fromkeys(_PLAIN, ("bf16",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,8 +41,9 @@ class Request:
         implementation: None for the fastest that runs here.
         compare_xla: whether to time the `xla` implementation beside another.
         peers: whether to time Humming, in a process of `peer_python`, and tokamax.
-        tokens, model, picks, shared, breakdown: of op "layer" alone: its sizes, see `LayerCase`, and whether to time
-            every stage.
+        picks: of a token, for "schedule", "gather", "combine" and "layer".
+        tokens, model, shared, breakdown: of op "layer" alone: its sizes, see `LayerCase`, and whether to time every
+            stage.
     """
 
     ops: tuple[str, ...] = GEMMS
@@ -134,6 +138,8 @@ def plan(request: Request) -> tuple[Case | LayerCase, ...]:
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if _MOVES.keys() & set(request.ops) and any(rows % request.picks for rows in request.rows):
+        raise ValueError(f"rows={request.rows} must be multiples of picks={request.picks}, a token's rows")
     if "layer" in request.ops and request.picks > request.groups:
         raise ValueError(f"picks={request.picks} of a token exceed groups={request.groups}: they are distinct experts")
     if request.ops == ("layer",) and request.distributions != ("uniform",):
@@ -157,7 +163,7 @@ def choose(case: Case | LayerCase, implementation: str | None) -> str:
     product = isinstance(case, LayerCase) or case.op in GEMMS
     if case.recipe == "bf16" and product:  # plain: there is no layout to choose
         weights = jax.ShapeDtypeStruct((case.groups, 2 * case.width, case.hidden), jnp.bfloat16)
-    op = "grouped_matmul" if product else "situ_and_mul" if case.op == "situ" else _QUANTIZERS[case.recipe]
+    op = "grouped_matmul" if product else _PLAIN.get(case.op) or _QUANTIZERS[case.recipe]
     return explain(op, implementation=implementation, w=weights).chosen
 
 
@@ -209,7 +215,7 @@ def roof_us(case: Case, ceilings: dict[str, float]) -> float:
 def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
     possible = _OP_RECIPES[op]
     recipes = possible if op not in (*GEMMS, "layer") else RECIPES[1:]
-    if request.recipes is not None and op != "situ":
+    if request.recipes is not None and op not in _PLAIN:
         recipes = tuple(recipe for recipe in request.recipes if recipe in possible)
         if not recipes:
             raise ValueError(f"op {op} has the recipes {', '.join(possible)}, not {', '.join(request.recipes)}")
@@ -222,7 +228,8 @@ def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
         for distribution in request.distributions if grouped else (None,):
             for rows in request.rows:
                 groups = request.groups if grouped else None
-                yield Case(op, recipe, rows, groups, distribution, request.hidden, request.width, request.seed)
+                lengths = request.hidden, request.width
+                yield Case(op, recipe, rows, groups, distribution, *lengths, request.seed, request.picks)
 
 
 def _timed(

@@ -3,6 +3,8 @@
 from typing import Any
 
 IMPLEMENTATIONS = ("mosaic", "triton")
+MOVES = ("gather_rows", "combine_rows")
+SCHEDULE = "schedule_rows"
 
 
 def of(implementation: str) -> Any:
@@ -16,8 +18,19 @@ def of(implementation: str) -> Any:
     return triton_rows
 
 
-def moves() -> Any:
-    """The module of the kernels that gather rows and add them up, imported like the others."""
+def moves(implementation: str) -> Any:
+    """The module of the kernels of `MOVES`, imported like the others."""
+    if implementation == "mosaic":
+        from pallas_kernels.row_kernels import mosaic_moves
+
+        return mosaic_moves
     from pallas_kernels.row_kernels import triton_moves
 
     return triton_moves
+
+
+def schedule() -> Any:
+    """The module of the kernel that sorts slots, imported like the others."""
+    from pallas_kernels.row_kernels import triton_schedule
+
+    return triton_schedule

@@ -46,8 +46,8 @@ def gated(
 ) -> None:
     """`each` vectors of the activation a thread, of as many of gate and of up."""
     loaded = []
-    for vector in _own_vectors(block, each):
-        at = _clamped(vector, vectors)
+    for vector in own_vectors(block, each):
+        at = clamped(vector, vectors)
         gate = add(at, mul(arith.divui(at, constant(vectors_a_row)), vectors_a_row))
         loaded.append((vector, _load(x, gate), _load(x, add(gate, vectors_a_row))))
     for vector, gates, ups in loaded:
@@ -56,33 +56,33 @@ def gated(
             halves = zip(unpack(gate), unpack(up), strict=True)
             pairs.append(pack(*(activate_precisely(activation, g, u) for g, u in halves)))
         code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-        ptx_if(less(vector, vectors), code, _address(y, vector, 16), *pairs)
+        ptx_if(less(vector, vectors), code, address(y, vector, 16), *pairs)
 
 
 def mxfp8(vectors: int, each: int, block: Value, x: Value, values: Value, scales: Value) -> None:
     """`each` vectors a thread; four neighbouring lanes hold the 32 columns of a scale."""
-    loaded = [(vector, _load(x, _clamped(vector, vectors))) for vector in _own_vectors(block, each)]
+    loaded = [(vector, _load(x, clamped(vector, vectors))) for vector in own_vectors(block, each)]
     for vector, pairs in loaded:
         byte = scale_byte(largest_of_lanes(largest_magnitude(pairs), _LANES))
         inside = less(vector, vectors)
         _store_e4m3(inside, values, vector, pairs, byte)
         first = arith.andi(inside, equal(both(vector, _LANES - 1), 0))
-        ptx_if(first, "st.global.u8 [$0], $1;", _address(scales, right(vector, _LANES.bit_length() - 1), 1), byte)
+        ptx_if(first, "st.global.u8 [$0], $1;", address(scales, right(vector, _LANES.bit_length() - 1), 1), byte)
 
 
 def dequantized_mxfp8(vectors: int, each: int, block: Value, values: Value, scales: Value, y: Value) -> None:
     """`each` vectors of bfloat16 a thread, of 8 bytes and their scale's."""
     loaded = []
-    for vector in _own_vectors(block, each):
-        at = _clamped(vector, vectors)
+    for vector in own_vectors(block, each):
+        at = clamped(vector, vectors)
         code = "ld.global.nc.L1::no_allocate.v2.b32 {$0, $1}, [$2];"
-        words = ptx(code, _address(values, at, VECTOR), out=[i32()] * 2, volatile=True)
-        scale = _address(scales, right(at, _LANES.bit_length() - 1), 1)
+        words = ptx(code, address(values, at, VECTOR), out=[i32()] * 2, volatile=True)
+        scale = address(scales, right(at, _LANES.bit_length() - 1), 1)
         loaded.append((vector, words, ptx("ld.global.nc.u8 $0, [$1];", scale, out=i32(), volatile=True)))
     for vector, words, byte in loaded:
         pairs = [pair for word in words for pair in decode_e4m3(word, byte)]
         code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
-        ptx_if(less(vector, vectors), code, _address(y, vector, 16), *pairs)
+        ptx_if(less(vector, vectors), code, address(y, vector, 16), *pairs)
 
 
 def fp8_token(rows: int, vectors_a_row: int, block: Value, x: Value, values: Value, scales: Value) -> None:
@@ -91,39 +91,39 @@ def fp8_token(rows: int, vectors_a_row: int, block: Value, x: Value, values: Val
     lane = both(own, 31)
     row = add(mul(block, THREADS // 32), right(own, 5))
     inside = less(row, rows)
-    start = mul(_clamped(row, rows), vectors_a_row)
+    start = mul(clamped(row, rows), vectors_a_row)
     columns = [add(lane, 32 * i) for i in range(-(-vectors_a_row // 32))]
-    loaded = [_load(x, add(start, _clamped(column, vectors_a_row))) for column in columns]
+    loaded = [_load(x, add(start, clamped(column, vectors_a_row))) for column in columns]
     byte = scale_byte(largest_of_lanes(largest_magnitude([pair for pairs in loaded for pair in pairs]), 32))
     byte = arith.maxsi(byte, constant(1))  # a subnormal scale would be flushed when used
     for column, pairs in zip(columns, loaded, strict=True):
         held = arith.andi(inside, less(column, vectors_a_row))
         _store_e4m3(held, values, add(start, column), pairs, byte)
     scale = arith.select(less(byte, 255), left(byte, 23), constant(0x7FC00000))
-    ptx_if(arith.andi(inside, equal(lane, 0)), "st.global.b32 [$0], $1;", _address(scales, row, 4), scale)
+    ptx_if(arith.andi(inside, equal(lane, 0)), "st.global.b32 [$0], $1;", address(scales, row, 4), scale)
 
 
-def _own_vectors(block: Value, each: int) -> list[Value]:
+def own_vectors(block: Value, each: int) -> list[Value]:
     """The thread's vectors: neighbouring threads have neighbouring ones."""
     first = add(mul(block, THREADS * each), thread())
     return [add(first, THREADS * i) for i in range(each)]
 
 
-def _clamped(index: Value, count: int) -> Value:
+def clamped(index: Value, count: int) -> Value:
     return arith.minsi(index, constant(count - 1))
 
 
 def _load(x: Value, vector: Value) -> Sequence[Value]:
     code = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];"
-    return ptx(code, _address(x, vector, 16), out=[i32()] * 4, volatile=True)
+    return ptx(code, address(x, vector, 16), out=[i32()] * 4, volatile=True)
 
 
 def _store_e4m3(condition: Value, values: Value, vector: Value, pairs: Sequence[Value], byte: Value) -> None:
     words = encode_e4m3(pairs, byte)
-    ptx_if(condition, "st.global.v2.b32 [$0], {$1, $2};", _address(values, vector, VECTOR), *words)
+    ptx_if(condition, "st.global.v2.b32 [$0], {$1, $2};", address(values, vector, VECTOR), *words)
 
 
-def _address(base: Value, index: Value, size: int) -> Value:
+def address(base: Value, index: Value, size: int) -> Value:
     """Of element `index` of `size` bytes, a power of two."""
     offset = arith.shli(wide(index), arith.constant(wide(index).type, size.bit_length() - 1))
     return arith.addi(base, offset)

@@ -24,7 +24,7 @@ from pallas_kernels.row_kernels.emitters import THREADS, VECTOR
 from pallas_kernels.situ import Activation, apply_activation
 
 _LONGEST_ROW = 8192  # of a token with a scale of its own: a warp holds it, 128 registers a thread
-_MOST_VECTORS = 1 << 30  # twice as many are counted in 32 bits
+MOST_VECTORS = 1 << 30  # twice as many are counted in 32 bits
 _FEW_VECTORS = 1 << 18  # about as many threads as an H200 runs at once: one each, and no thread waits for another
 _VECTORS_A_THREAD = 2  # where there are more; three and four were no faster
 
@@ -38,8 +38,8 @@ def why_not(op: str, x: Any) -> str | None:
         return f"x has shape {x.shape}, and the kernel takes rows of a multiple of {step}, at least one"
     if op == "quantize_fp8_token" and x.shape[-1] > _LONGEST_ROW:
         return f"rows of {x.shape[-1]} are longer than the {_LONGEST_ROW} that a warp's registers hold"
-    if x.size // VECTOR > _MOST_VECTORS:
-        return f"x has shape {x.shape}, more than {_MOST_VECTORS * VECTOR} elements"
+    if x.size // VECTOR > MOST_VECTORS:
+        return f"x has shape {x.shape}, more than {MOST_VECTORS * VECTOR} elements"
     return None
 
 
@@ -50,10 +50,10 @@ def gated(activation: Activation, gate_up: BFloat16[Array, "... two_f"]) -> BFlo
     def rows(gate_up: Array) -> Array:
         lead, width = gate_up.shape[:-1], gate_up.shape[-1] // 2
         vectors = gate_up.size // (2 * VECTOR)
-        each = _vectors_a_thread(vectors)
+        each = vectors_a_thread(vectors)
         emit = functools.partial(emitters.gated, activation, vectors, width // VECTOR, each)
         results = (jax.ShapeDtypeStruct((vectors * VECTOR,), jnp.bfloat16),)
-        (y,) = _kernel("gated_activation", emit, results, _blocks(vectors, each))(gate_up.reshape(-1))
+        (y,) = block_kernel("gated_activation", emit, results, block_count(vectors, each))(gate_up.reshape(-1))
         return y.reshape(*lead, width)
 
     return _by_rows(rows)(gate_up)
@@ -70,13 +70,13 @@ def quantize_mxfp8(x: BFloat16[Array, "... k"]) -> MXFP8Array:
 
     def rows(x: Array) -> MXFP8Array:
         vectors = x.size // VECTOR
-        each = _vectors_a_thread(vectors)
+        each = vectors_a_thread(vectors)
         emit = functools.partial(emitters.mxfp8, vectors, each)
         results = (
             jax.ShapeDtypeStruct((x.size,), jnp.float8_e4m3fn),
             jax.ShapeDtypeStruct((x.size // BLOCK,), jnp.uint8),
         )
-        kernel = _kernel("quantize_mxfp8", emit, results, _blocks(vectors, each))
+        kernel = block_kernel("quantize_mxfp8", emit, results, block_count(vectors, each))
         values, scales = kernel(x.reshape(-1))
         return MXFP8Array(values.reshape(x.shape), scales.reshape(*x.shape[:-1], x.shape[-1] // BLOCK))
 
@@ -87,10 +87,10 @@ def dequantize_mxfp8(q: MXFP8Array) -> BFloat16[Array, "..."]:
     """The bits of `q.dequantize()`."""
 
     vectors = q.values.size // VECTOR
-    each = 2 * _vectors_a_thread(vectors)  # a load is half as long
+    each = 2 * vectors_a_thread(vectors)  # a load is half as long
     emit = functools.partial(emitters.dequantized_mxfp8, vectors, each)
     results = (jax.ShapeDtypeStruct((q.values.size,), jnp.bfloat16),)
-    kernel = _kernel("dequantize_mxfp8", emit, results, _blocks(vectors, each))
+    kernel = block_kernel("dequantize_mxfp8", emit, results, block_count(vectors, each))
     (y,) = kernel(q.values.reshape(-1), q.scales.reshape(-1))
     return y.reshape(q.shape)
 
@@ -102,7 +102,7 @@ def quantize_fp8_token(x: BFloat16[Array, "... k"]) -> TokenScaledArray:
         count = x.size // x.shape[-1]
         emit = functools.partial(emitters.fp8_token, count, x.shape[-1] // VECTOR)
         results = (jax.ShapeDtypeStruct((x.size,), jnp.float8_e4m3fn), jax.ShapeDtypeStruct((count,), jnp.float32))
-        kernel = _kernel("quantize_fp8_token", emit, results, -(-count // (THREADS // 32)))
+        kernel = block_kernel("quantize_fp8_token", emit, results, -(-count // (THREADS // 32)))
         values, scales = kernel(x.reshape(-1))
         return TokenScaledArray(values.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
@@ -122,15 +122,15 @@ def _by_rows(function: Callable[[Array], Any]) -> Callable[[Array], Any]:
     return batched
 
 
-def _vectors_a_thread(vectors: int) -> int:
+def vectors_a_thread(vectors: int) -> int:
     return 1 if vectors <= _FEW_VECTORS else _VECTORS_A_THREAD
 
 
-def _blocks(vectors: int, vectors_a_thread: int) -> int:
-    return -(-vectors // (THREADS * vectors_a_thread))
+def block_count(vectors: int, each: int) -> int:
+    return -(-vectors // (THREADS * each))
 
 
-def _kernel(
+def block_kernel(
     name: str, emit: Callable[..., None], results: tuple[jax.ShapeDtypeStruct, ...], blocks: int
 ) -> Callable[..., Any]:
     """A kernel of blocks of one warpgroup, each of which runs `emit(block, *operands, *results)` on addresses."""

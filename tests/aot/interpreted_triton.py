@@ -23,6 +23,7 @@ from pallas_kernels import (
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
+    schedule_rows,
     situ_and_mul,
     swiglu_and_mul,
     to_kernel_layout,
@@ -244,3 +245,15 @@ def test_the_gradient_of_a_sum_of_rows() -> None:
         return jax.grad(scalar, argnums=(0, 1))(rows, weights)
 
     jax.tree.map(lambda mine, other: assert_close(mine, other, Tolerance(1e-6)), gradient("triton"), gradient("xla"))
+
+
+@pytest.mark.parametrize(("tokens", "picks", "groups"), [(1, 16, 896), (37, 16, 112), (5, 3, 2)])
+def test_slots_sorted_by_comparing(tokens: int, picks: int, groups: int) -> None:
+    ids = jnp.asarray(np.random.default_rng(tokens).integers(-2, groups + 2, (tokens, picks)), jnp.int32)
+    mine, other = (schedule_rows(ids, groups, implementation=name) for name in ("triton", "xla"))
+    jax.tree.map(np.testing.assert_array_equal, mine, other)
+
+
+def test_slots_that_are_too_many_to_compare() -> None:
+    with pytest.raises(NotImplementedError, match="16400 slots"):
+        schedule_rows(jnp.zeros((1025, 16), jnp.int32), 4, implementation="triton")

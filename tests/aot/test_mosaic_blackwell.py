@@ -11,7 +11,7 @@ from compiled_mosaic import TARGET_VARIABLE
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("file", ["test_row_kernels.py", "blackwell_matmul.py"])
+@pytest.mark.parametrize("file", ["test_row_kernels.py", "test_mosaic_moves.py", "blackwell_matmul.py"])
 def test_the_programs_are_the_ones_we_think_they_are(file: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / file)]
     run = subprocess.run(

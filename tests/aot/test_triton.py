@@ -183,6 +183,20 @@ def test_rows_move_sixteen_bytes_at_a_time(
     assert compiled.shared_memory <= 2048, "sums are turned round for their store, at most"
 
 
+@pytest.mark.parametrize("slots", [16, 16384])
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_slots_are_sorted_in_one_kernel(slots: int, target: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.row_kernels import triton_schedule
+
+    monkeypatch.setattr(triton_schedule, "capability", lambda: target)
+    ids = shape_of(slots // 16, 16, dtype=jnp.int32)
+    compiled = program(lambda ids: triton_schedule.schedule_rows(ids, 896), (ids,), gpus, target)
+    assert compiled.products == set()
+    assert compiled.spilled == 0
+    assert "atom" not in compiled.ptx
+    assert compiled.shared_memory <= 8192
+
+
 @pytest.mark.parametrize(
     ("recipe", "target"), [("w4a16", 90), ("w4a8", 90), ("w4a8_fp8", 90), ("w4a8", 100), ("w4a8_fp8", 100)]
 )

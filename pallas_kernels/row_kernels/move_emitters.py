@@ -1,0 +1,72 @@
+"""What one thread of the kernels that move rows does, in PTX. Arrays are addresses; a vector is 8 bfloat16."""
+
+from collections.abc import Sequence
+
+from pallas_kernels.grouped_matmul.hopper.ptx import Value, add, arith, constant, f32, i32, less, mul, ptx, ptx_if
+from pallas_kernels.grouped_matmul.hopper.values import unpack
+from pallas_kernels.row_kernels.emitters import address, clamped, own_vectors
+
+_AT_ONCE = 16  # slots whose rows a thread asks for before it adds the first: 64 registers
+
+
+def gathered(vectors: int, vectors_a_row: int, each: int, block: Value, x: Value, tokens: Value, y: Value) -> None:
+    """`each` vectors a thread, of the rows' tokens."""
+    loaded = []
+    for vector in own_vectors(block, each):
+        row, column = _divided(clamped(vector, vectors), vectors_a_row)
+        token = _number(tokens, row)
+        loaded.append((vector, _vector_if(constant(1), x, add(mul(token, vectors_a_row), column))))
+    for vector, words in loaded:
+        ptx_if(less(vector, vectors), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address(y, vector, 16), *words)
+
+
+def combined(
+    tokens: int, slots: int, vectors_a_row: int, block: Value, rows: Value, positions: Value, weights: Value, y: Value
+) -> None:
+    """One vector of a token's sum a thread: its rows' products with their weights, slot after slot, in float32."""
+    vectors = tokens * vectors_a_row
+    (vector,) = own_vectors(block, 1)
+    token, column = _divided(clamped(vector, vectors), vectors_a_row)
+    first = mul(token, slots)
+    zero = arith.constant(f32(), 0.0)
+    sums: list[Value] = [zero] * 8
+    for start in range(0, slots, _AT_ONCE):
+        picks = [add(first, slot) for slot in range(start, min(start + _AT_ONCE, slots))]
+        places = [_number(positions, pick) for pick in picks]
+        factors = [arith.bitcast(f32(), _number(weights, pick)) for pick in picks]
+        named = [arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))) for place in places]
+        loaded = [
+            _vector_if(is_named, rows, add(mul(place, vectors_a_row), column))
+            for is_named, place in zip(named, places, strict=True)
+        ]
+        for place, factor, words in zip(places, factors, loaded, strict=True):
+            weight = arith.select(less(place, 0), zero, factor)  # that of no row may be anything
+            values = [value for word in words for value in unpack(word)]
+            sums = [
+                ptx("fma.rn.f32 $0, $1, $2, $3;", value, weight, total, out=f32())
+                for value, total in zip(values, sums, strict=True)
+            ]
+    for half in range(2):
+        words = [arith.bitcast(i32(), total) for total in sums[4 * half : 4 * half + 4]]
+        at = address(y, add(mul(vector, 2), half), 16)
+        ptx_if(less(vector, vectors), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", at, *words)
+
+
+def _divided(vector: Value, vectors_a_row: int) -> tuple[Value, Value]:
+    """The row of a vector, and which of the row's it is."""
+    row = arith.divui(vector, constant(vectors_a_row))
+    return row, arith.subi(vector, mul(row, vectors_a_row))
+
+
+def _number(array: Value, index: Value) -> Value:
+    """Element `index` of an array of 32-bit elements, which neighbouring threads read too."""
+    return ptx("ld.global.nc.b32 $0, [$1];", address(array, index, 4), out=i32(), volatile=True)
+
+
+def _vector_if(condition: Value, array: Value, vector: Value) -> Sequence[Value]:
+    """A vector, or zeros without reading where the condition is 0."""
+    code = """{ .reg .pred wanted; .reg .b32 word<4>; setp.ne.b32 wanted, $5, 0;
+mov.b32 word0, 0; mov.b32 word1, 0; mov.b32 word2, 0; mov.b32 word3, 0;
+@wanted ld.global.nc.L1::no_allocate.v4.b32 {word0, word1, word2, word3}, [$4];
+mov.b32 $0, word0; mov.b32 $1, word1; mov.b32 $2, word2; mov.b32 $3, word3; }"""
+    return ptx(code, address(array, vector, 16), condition, out=[i32()] * 4, volatile=True)
