@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from k3jax.checkpoint.synthetic import default_checkpoint
+    from k3jax.compiling import pad_tokens
     from k3jax.config import K3Config
     from k3jax.loading import load_layer, load_layers
     from k3jax.mlp import GatedMLP
@@ -26,6 +27,7 @@ __all__ = [
     "expert_load",
     "load_layer",
     "load_layers",
+    "pad_tokens",
     "save_layer",
     "save_layers",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "expert_load": "k3jax.routing",
     "load_layer": "k3jax.loading",
     "load_layers": "k3jax.loading",
+    "pad_tokens": "k3jax.compiling",
     "save_layer": "k3jax.saving",
     "save_layers": "k3jax.saving",
 }

@@ -87,6 +87,7 @@ def compare(
         from k3jax.checkpoint.synthetic import default_checkpoint
         from k3jax.compare import console, run
         from k3jax.compare.report import html_report
+        from k3jax.compiling import keep_compiled_programs
         from k3jax.progress import progress_bar
         from sharding.mesh import parse_mesh
         from sharding.simulated import simulate_devices
@@ -94,6 +95,7 @@ def compare(
         sizes = parse_mesh(mesh) if mesh else None
         if sizes is not None:
             simulate_devices(sizes.devices)
+        keep_compiled_programs()
         for path in filter(None, (json, report)):
             outputs.require_writable(path)
         request = run.Request(
@@ -170,6 +172,7 @@ def convert(
     """Write layers in the layout that a device wants, once. Goes on where it was stopped; load_layer reads OUT."""
     with _errors_in_words():
         from k3jax.compare.run import parse_layers
+        from k3jax.compiling import keep_compiled_programs
         from k3jax.config import K3Config
         from k3jax.convert import run
         from k3jax.options import LoadOptions
@@ -181,6 +184,7 @@ def convert(
         sizes = parse_mesh(mesh)
         if mesh:
             simulate_devices(sizes.devices)
+        keep_compiled_programs()
         layer_count = K3Config.from_pretrained(folder).num_hidden_layers
         request = run.Request(
             source=folder,

@@ -155,3 +155,40 @@ def test_expert_load() -> None:
     np.testing.assert_array_equal(load.per_rank, [1, 4])
     with pytest.raises(ValueError, match="ranks=3"):
         expert_load(Routing(ids, jnp.ones((4, 2))), num_experts=4, ranks=3)
+
+
+def require_picks_of_a_stable_sort(tokens: int) -> None:
+    """E 896, X 16, float64 scores: half of the tokens have logits on a grid, so that many scores are equal.
+
+    Scores that are nearer than float32 tells apart may go either way: tokens that have such among the first 17 are few.
+    """
+    config = small_config(num_experts=896, num_experts_per_token=16)
+    pick = jax.jit(lambda logits, bias: pick_experts(logits, bias, config))
+    biases = np.zeros(896, np.float32), np.random.default_rng(0).standard_normal(896).astype(np.float32) / 20
+    unclear = 0
+    for part in range(tokens // 2048):
+        normal = np.random.default_rng(part).standard_normal((2048, 896))
+        logits = (np.round(8 * normal) / 8 if part % 2 == 0 else normal).astype(np.float32)
+        bias = biases[part % 2]
+        routing = pick(logits, bias)
+        scores = 1 / (1 + np.exp(-logits.astype(np.float64)))
+        order = np.argsort(-(scores + bias), axis=1, kind="stable")[:, :17]
+        gaps = -np.diff(np.take_along_axis(scores + bias, order, axis=1), axis=1)
+        clear = ~((gaps > 0) & (gaps < 1e-6)).any(axis=1)
+        unclear += int((~clear).sum())
+        np.testing.assert_array_equal(np.asarray(routing.ids)[clear], order[clear, :16])
+        weights = np.take_along_axis(scores, order[:, :16], axis=1)
+        weights /= weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(np.asarray(routing.weights)[clear], weights[clear], rtol=2e-6)
+        if part % 2 == 0:
+            assert (gaps == 0).any(axis=1).mean() > 0.9, "equal scores are what this is about"
+    assert unclear < 1e-2 * tokens
+
+
+def test_picks_are_those_of_a_stable_sort() -> None:
+    require_picks_of_a_stable_sort(4096)
+
+
+@pytest.mark.slow
+def test_a_million_picks_are_those_of_a_stable_sort() -> None:
+    require_picks_of_a_stable_sort(1_000_448)
