@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import row_kernels, select
 
+_FEW_TOKENS = 1024
+
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def gather_rows(
@@ -84,7 +86,9 @@ def _slot_by_slot(rows: Array, positions: Array, weights: Array) -> Array:
         at = positions[:, k]
         row = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
         total += jnp.where(at[:, None] >= 0, row * weights[:, k, None], 0.0)
-    return total
+    # A decode step saves a kernel where the sums' rounding joins them. Of many tokens XLA makes several kernels, and
+    # takes minutes to see which of them might join what follows.
+    return total if positions.shape[0] <= _FEW_TOKENS else jax.lax.optimization_barrier(total)
 
 
 def _forward(rows: Array, positions: Array, weights: Array, implementation: str) -> tuple[Array, tuple[Any, ...]]:
