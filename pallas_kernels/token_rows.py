@@ -10,8 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import row_kernels, select
 
-_FEW_TOKENS = 1024
-
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
 def gather_rows(
@@ -86,9 +84,8 @@ def _slot_by_slot(rows: Array, positions: Array, weights: Array) -> Array:
         at = positions[:, k]
         row = rows.at[jnp.maximum(at, 0)].get(mode="promise_in_bounds").astype(jnp.float32)
         total += jnp.where(at[:, None] >= 0, row * weights[:, k, None], 0.0)
-    # A decode step saves a kernel where the sums' rounding joins them. Of many tokens XLA makes several kernels, and
-    # takes minutes to see which of them might join what follows.
-    return total if positions.shape[0] <= _FEW_TOKENS else jax.lax.optimization_barrier(total)
+    # XLA for GPUs takes minutes to see how so many gathers might join what follows, and leaves them apart in the end.
+    return jax.lax.optimization_barrier(total)
 
 
 def _forward(rows: Array, positions: Array, weights: Array, implementation: str) -> tuple[Array, tuple[Any, ...]]:
