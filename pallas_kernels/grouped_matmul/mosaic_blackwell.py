@@ -31,8 +31,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.blackwell import roles
 from pallas_kernels.grouped_matmul.blackwell.config import BlackwellTuning, choose_tuning
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, WrittenFormat
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
 

@@ -29,9 +29,9 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning
 from pallas_kernels.grouped_matmul.hopper import products
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile, WrittenFormat
-from pallas_kernels.grouped_matmul.hopper.walk import for_each_tile
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile, WrittenFormat
+from pallas_kernels.grouped_matmul.mosaic_parts.walk import for_each_tile
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels.mosaic_rows import dequantize_mxfp8
 from pallas_kernels.situ import Activation

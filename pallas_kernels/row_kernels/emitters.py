@@ -7,7 +7,7 @@ nothing.
 from collections.abc import Sequence
 
 from pallas_kernels.e8m0 import BLOCK
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,
@@ -24,7 +24,7 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     thread,
     wide,
 )
-from pallas_kernels.grouped_matmul.hopper.values import (
+from pallas_kernels.grouped_matmul.mosaic_parts.values import (
     activate_precisely,
     decode_e4m3,
     encode_e4m3,

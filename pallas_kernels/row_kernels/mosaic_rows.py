@@ -16,8 +16,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16
 
 from pallas_kernels.e8m0 import BLOCK
-from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
-from pallas_kernels.grouped_matmul.hopper.ptx import global_address, scalar
+from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import global_address, scalar
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels import emitters
 from pallas_kernels.row_kernels.emitters import THREADS, VECTOR

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from pallas_kernels.grouped_matmul.hopper.ptx import Value, add, arith, constant, f32, i32, less, mul, ptx, ptx_if
-from pallas_kernels.grouped_matmul.hopper.values import unpack
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import Value, add, arith, constant, f32, i32, less, mul, ptx, ptx_if
+from pallas_kernels.grouped_matmul.mosaic_parts.values import unpack
 from pallas_kernels.row_kernels.emitters import address, clamped, own_vectors
 
 _AT_ONCE = 16  # slots whose rows a thread asks for before it adds the first: 64 registers

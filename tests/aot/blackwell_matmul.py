@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU
 from pallas_kernels.grouped_matmul.blackwell.config import SLAB_ROWS, choose_tuning
 from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
-from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS
 from pallas_kernels.grouped_matmul.mosaic_blackwell import grouped_matmul
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import WrittenFormat
 
 KIMI = Situ(4.0, 25.0)
 GROUPS = 112

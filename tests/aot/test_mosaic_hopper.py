@@ -14,9 +14,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
-from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import WrittenFormat
 
 KIMI = Situ(4.0, 25.0)
 GROUPS = 112

@@ -1,1 +1,1 @@
-"""What `mosaic_blackwell` is made of; what it shares with Hopper's kernel is in `hopper`."""
+"""What `mosaic_blackwell` is made of: its tuning, its roles, and their steps in PTX and in plain operations."""

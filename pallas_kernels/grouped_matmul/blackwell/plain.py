@@ -8,9 +8,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.blackwell.config import SLAB_ROWS, BlackwellTuning
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
-from pallas_kernels.grouped_matmul.hopper.plain import PlainMemory
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.mosaic_parts.plain_memory import PlainMemory
 
 
 def scratch(shape: Geometry[BlackwellTuning]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.blackwell.config import REGISTERS, SLAB_ROWS, BlackwellTuning
 from pallas_kernels.grouped_matmul.config import EPILOGUE_TOKENS
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
-from pallas_kernels.grouped_matmul.hopper.walk import for_each_tile
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.mosaic_parts.walk import for_each_tile
 
 _COPIES, _PRODUCTS = 0, 1  # warps of the last warpgroup
 _BLOCK_REGISTERS = 65_536

@@ -12,10 +12,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul.config import LINE_BYTES, epilogue_bytes, table_words
-from pallas_kernels.grouped_matmul.hopper import copies, decode, epilogue, tables
-from pallas_kernels.grouped_matmul.hopper.decode import SCALAR, UNIT_BYTES
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.mosaic_parts import copies, decode, epilogue, tables
+from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR, UNIT_BYTES
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,

@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.config import Tuning
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Ring, Tile
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile
 
 
 def multiply(shape: Geometry, steps: Any, warpgroup: Any, tile: Tile, constants: Any) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_matmul import schedule
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry, Tile
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Tile
 
 
 def for_each_tile(shape: Geometry, steps: Any, blocks: int, run: Callable[[Tile], None]) -> Any:

@@ -12,9 +12,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from pallas_kernels.grouped_matmul.config import table_words
-from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,

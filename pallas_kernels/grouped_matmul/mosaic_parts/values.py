@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,

@@ -7,9 +7,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from pallas_kernels.grouped_matmul.config import LINE_BYTES
-from pallas_kernels.grouped_matmul.hopper.decode import UNIT_BYTES
-from pallas_kernels.grouped_matmul.hopper.geometry import Geometry
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.mosaic_parts.decode import UNIT_BYTES
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,

@@ -9,7 +9,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.kernel_layout import UNIT_WORDS, Mma
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     both,
@@ -26,7 +27,6 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     shared_address,
     thread,
 )
-from pallas_kernels.grouped_matmul.kernel_layout import UNIT_WORDS, Mma
 
 UNIT_BYTES = 4 * UNIT_WORDS
 CODE_BYTES = 2048

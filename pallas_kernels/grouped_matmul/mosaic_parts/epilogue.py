@@ -14,9 +14,10 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul.config import EPILOGUE_TOKENS, epilogue_bytes
-from pallas_kernels.grouped_matmul.hopper.decode import SCALAR
-from pallas_kernels.grouped_matmul.hopper.geometry import WrittenFormat
-from pallas_kernels.grouped_matmul.hopper.ptx import (
+from pallas_kernels.grouped_matmul.kernel_layout import UNIT_ROWS
+from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import WrittenFormat
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,
@@ -39,7 +40,7 @@ from pallas_kernels.grouped_matmul.hopper.ptx import (
     utils,
     wide,
 )
-from pallas_kernels.grouped_matmul.hopper.values import (
+from pallas_kernels.grouped_matmul.mosaic_parts.values import (
     activate,
     encode_e4m3,
     largest_magnitude,
@@ -48,7 +49,6 @@ from pallas_kernels.grouped_matmul.hopper.values import (
     scale_byte,
     unpack,
 )
-from pallas_kernels.grouped_matmul.kernel_layout import UNIT_ROWS
 from pallas_kernels.situ import Activation
 
 
