@@ -51,7 +51,8 @@ trace: Any = jax.jit(
 
 @functools.cache
 def arrays(recipe: str) -> MoEArrays:
-    return random_arrays(CONFIG, recipe)
+    """Rounding rows after the sum over parts of F, not before it, moves the output by 3.5e-3 to 4.0e-3 by the seed."""
+    return random_arrays(CONFIG, recipe, seed=2)
 
 
 def over_mesh(case: Case, recipe: str, weights: MoEArrays) -> MoE:
