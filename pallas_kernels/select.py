@@ -81,7 +81,7 @@ def explain(
         details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no implementation of {op} can run these operands on this device: {details}")
     chosen = implementation or able[0]
-    preferred = f"{chosen} was asked for" if implementation else f"{chosen} is faster"
+    preferred = f"{chosen} was asked for" if implementation else f"{chosen} comes first"
     others = {name: reason or f"can run; {preferred}" for name, reason in reasons.items() if name != chosen}
     return Explanation(op, chosen, others, _how(op, chosen, x, w))
 
