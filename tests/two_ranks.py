@@ -141,8 +141,8 @@ def _over_two_ranks(sizes: Sizes, case: Case, recipe: str, weights: MoEArrays) -
 
 def _whole(array: jax.Array) -> np.ndarray:
     """All of a global array, in every process."""
-    mesh = array.sharding.mesh  # type: ignore[attr-defined]
-    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = jax.jit(lambda array: array, out_shardings=NamedSharding(array.sharding.mesh, PartitionSpec()))
     return np.asarray(everywhere(array).addressable_data(0))
 
 
