@@ -1,6 +1,6 @@
 """What `k3jax bench` times, as plain data: sizes, rows of each expert, and the bytes and operations of the floor.
 
-NumPy only, and nothing of this package: `scripts/peer_humming.py` loads this one file where there is no JAX.
+NumPy only, and nothing of this package: `scripts/humming_peer` loads this one file where there is no JAX.
 """
 
 import dataclasses
@@ -140,6 +140,12 @@ def group_sizes(rows: int, groups: int, distribution: str, seed: int = 0) -> np.
         hot = rows - rows // 2 if groups > 1 else rows
         return np.insert(_evenly(rows - hot, groups - 1), rng.integers(groups), hot).astype(np.int32)
     raise ValueError(f"distribution={distribution!r} is not one of {', '.join(DISTRIBUTIONS)}")
+
+
+def even_picks(tokens: int, picks: int, groups: int, seed: int = 0) -> np.ndarray:
+    """Distinct experts of each token, int32 `[tokens, picks]`, which fall on all of `groups` as evenly as can be."""
+    experts = np.random.default_rng(seed).permutation(groups)
+    return experts[np.arange(tokens * picks) % groups].reshape(tokens, picks).astype(np.int32)
 
 
 def _evenly(rows: int, groups: int) -> np.ndarray:
