@@ -256,13 +256,21 @@ def test_peers_are_asked_for_the_same_sizes(tmp_path: Path, monkeypatch: pytest.
     assert "Humming 0.1.19 with torch 2.11.0" in done.stdout
 
 
-def test_the_peers_program_needs_no_jax(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (peers.PROGRAM, ("--op", "--rows", "--distribution")),
+        (peers.LAYER_PROGRAM, ("--tokens", "--picks")),
+    ],
+    ids=["products", "layer"],
+)
+def test_the_peers_programs_need_no_jax(program: Path, options: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "jax.py").write_text("raise RuntimeError('imported')\n")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(peers.PROGRAM), "--help"]
+    command = [sys.executable, str(program), "--help"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for option in ("--rows", "--distribution", "--groups", "--json"):
+    for option in (*options, "--activations", "--groups", "--hidden", "--width", "--seed", "--json"):
         assert option in done.stdout
 
 

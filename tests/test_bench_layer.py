@@ -5,9 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from k3jax.bench import peers
+from k3jax.bench.cases import even_picks
 from k3jax.bench.layer_cases import STAGES, LayerCase, layer_work, routed_work, stage_work
 from k3jax.cli import app
 
@@ -49,6 +52,19 @@ def test_what_stages_have_to_do_at_1024_tokens() -> None:
     assert stage_work(plain, 112)["w13"].floor_us("w4a16", CEILINGS) == pytest.approx(970, rel=1e-3)
 
 
+def test_picks_are_distinct_and_even() -> None:
+    for tokens, picks, groups in ((1, 16, 16), (12, 2, 8), (256, 16, 112), (64, 16, 896)):
+        ids = even_picks(tokens, picks, groups, seed=3)
+        assert ids.shape == (tokens, picks)
+        assert ids.dtype == np.int32
+        assert all(len(set(of_token)) == picks for of_token in ids.tolist())
+        rows = np.bincount(ids.reshape(-1), minlength=groups)
+        assert rows.size == groups
+        assert rows.max() - rows.min() <= 1
+        np.testing.assert_array_equal(ids, even_picks(tokens, picks, groups, seed=3))
+    assert not np.array_equal(ids, even_picks(tokens, picks, groups, seed=4))
+
+
 @pytest.fixture
 def quick_compilation() -> Iterator[None]:
     """What is compiled here runs once or twice."""
@@ -57,14 +73,33 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.mark.usefixtures("quick_compilation")
+@pytest.fixture
+def humming(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the program that times Humming's routed path, which answers with what it was asked."""
+    program = tmp_path / "peer.py"
+    program.write_text(
+        "import json, sys\n"
+        "asked = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+        "expected = {'tokens': '12', 'groups': '8', 'picks': '2', 'hidden': '64', 'width': '32', 'seed': '0'}\n"
+        "expected['activations'] = 'float8e4m3'\n"
+        "assert {name: asked.pop(f'--{name}') for name in expected} == expected\n"
+        "assert [*asked] == ['--json'], asked\n"
+        "record = {'tokens': 12, 'activations': 'float8e4m3', 'humming': '0.1.19', 'torch': '2.11.0'}\n"
+        "times = {'indexed': 1e-3, 'grouped_contiguous': 2e-3}\n"
+        "records = [record | {'layout': name, 'us': us, 'kernel_us': us / 2} for name, us in times.items()]\n"
+        "json.dump(records, open(asked['--json'], 'w'))\n"
+    )
+    monkeypatch.setattr(peers, "LAYER_PROGRAM", program)
+
+
+@pytest.mark.usefixtures("quick_compilation", "humming")
 def test_a_layer_stage_by_stage(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     sizes = {"groups": 8, "picks": 2, "model": 128, "hidden": 64, "width": 32, "shared": 1}
     arguments = ["bench", "--op", "layer", "--tokens", "12", "--recipe", "w4a8_fp8", "--repeats", "1"]
     arguments += ["--implementation", "reference"]  # the quickest to compile
     arguments += [f"--{name}={size}" for name, size in sizes.items()]
-    done = CliRunner().invoke(app, [*arguments, "--breakdown", "--json", str(file)])
+    done = CliRunner().invoke(app, [*arguments, "--breakdown", "--peers", "--json", str(file)])
     assert done.exit_code == 0, done.output
     (row,) = json.loads(file.read_text(), parse_constant=pytest.fail)
     expected = {"op": "layer", "recipe": "w4a8_fp8", "implementation": "reference", "tokens": 12}
@@ -84,9 +119,26 @@ def test_a_layer_stage_by_stage(tmp_path: Path) -> None:
     assert row["gemm_us"] == row["stages"]["w13"]["us"] + row["stages"]["w2"]["us"]
     assert row["routed_ratio"] == pytest.approx(row["routed_us"] / row["gemm_us"])
     assert 0 < row["compile_s"] < 60
+    faster = {"us": 1e-3, "kernel_us": 5e-4, "layout": "indexed"}
+    assert {name: row[f"humming_routed_{name}"] for name in faster} == faster
+    (beside,) = [line for line in done.stdout.splitlines() if "indexed" in line]
+    assert f"{row['routed_us'] / 5e-4:.2f}" in beside.split()
+    assert "Humming 0.1.19 with torch 2.11.0" in done.stdout
+    assert "not timed" not in done.stdout
     assert "layer, reference: 8 experts, 2 picks, [tokens, 128]" in done.stdout
     assert "12 w4a8_fp8: 8 experts hit, 3 rows at most" in done.stdout
     assert "…" not in done.stdout, "80 columns hold everything"
+
+
+def test_a_peer_that_is_not_there_is_named() -> None:
+    case = LayerCase("w4a16", 8)
+    absent = peers.Peers((case, LayerCase("w4a8", 8)))
+    absent.time_humming(None)
+    assert len(absent.notes) == 1
+    assert absent.notes[0].startswith("Humming is not timed: torch is not importable by")
+    assert absent.layer_figures(case) == dict.fromkeys(
+        f"humming_routed_{name}" for name in ("us", "kernel_us", "layout")
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16, Int
 
 from k3jax.bench.calls import KIMI, Program, compiled, make_experts, plain_experts
-from k3jax.bench.cases import Case
+from k3jax.bench.cases import Case, even_picks
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, HowToMultiply, gate_and_up_rows, routed_experts
@@ -65,9 +65,8 @@ def make_weights(case: LayerCase) -> tuple[K3Config, MoEArrays]:
 
 def make_tokens(case: LayerCase, layer: MoE) -> BFloat16[Array, "t d"]:
     """Tokens whose picks fall evenly on the experts: unit-normal, and drawn to the rows of the router of their own."""
-    experts = np.random.default_rng(case.seed).permutation(case.groups)
-    ids = experts[np.arange(case.rows) % case.groups].reshape(case.tokens, case.picks)
-    return _drawn(jax.random.key(case.seed + case.tokens), layer.router.weight[...], jnp.asarray(ids, jnp.int32))
+    ids = jnp.asarray(even_picks(case.tokens, case.picks, case.groups, case.seed))
+    return _drawn(jax.random.key(case.seed + case.tokens), layer.router.weight[...], ids)
 
 
 def layer_program(layer: MoE, x: Array) -> Program:

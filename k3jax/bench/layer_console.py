@@ -10,7 +10,7 @@ from k3jax.bench.tables import short, table, us
 
 
 def layer_tables(results: list[LayerResult]) -> Iterator[Table]:
-    """All layers of a run, then the stages of each that has more of them than the two products."""
+    """All layers, their routed paths beside a peer's, then the stages of each that has more than the two products."""
     case = results[0].case
     names = ", ".join(dict.fromkeys(result.implementation for result in results))
     made = table(f"layer, {names}: {case.groups} experts, {case.picks} picks, [tokens, {case.model}]", "tokens")
@@ -28,9 +28,30 @@ def layer_tables(results: list[LayerResult]) -> Iterator[Table]:
             short(result.compile_s),
         )
     yield made
+    if any(result.peers.get("humming_routed_us") is not None for result in results):
+        yield _beside(results)
     for result in results:
         if result.stages.keys() > set(GEMM_STAGES):
             yield _stages(result)
+
+
+def _beside(results: list[LayerResult]) -> Table:
+    """The routed path and Humming's, both from the first kernel to the last one's end."""
+    made = table("routed path, beside Humming's", "tokens")
+    for heading in ("routed us", "Humming's", "by events", "routed us / Humming's", "layout"):
+        made.add_column(heading, justify="right", no_wrap=True)
+    for result in results:
+        ours = result.routed.timing.us
+        theirs, by_events = (result.peers[f"humming_routed_{name}"] for name in ("kernel_us", "us"))
+        made.add_row(
+            _label(result),
+            us(ours),
+            "-" if theirs is None else us(theirs),
+            "-" if by_events is None else us(by_events),
+            "-" if theirs is None else f"{ours / theirs:.2f}",
+            result.peers["humming_routed_layout"] or "-",
+        )
+    return made
 
 
 def _stages(result: LayerResult) -> Table:

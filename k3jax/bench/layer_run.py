@@ -32,6 +32,7 @@ class LayerResult:
         read: the read bandwidth of this run, bytes a second.
         experts_hit, rows_max: experts that have rows, and the most rows that one has.
         compile_s: seconds that compiling the whole layer took.
+        peers: others' figures of the routed path, by their name in the JSON; empty where none were asked for.
     """
 
     case: LayerCase
@@ -43,6 +44,7 @@ class LayerResult:
     experts_hit: int
     rows_max: int
     compile_s: float
+    peers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def gemm_us(self) -> float:
@@ -82,6 +84,7 @@ class LayerResult:
             "gemm_us": self.gemm_us,
             "routed_ratio": self.routed_ratio,
             "stages": {name: _flat(stage) for name, stage in self.stages.items()},
+            **self.peers,
         }
 
 

@@ -179,8 +179,7 @@ def run(
         NotImplementedError: the implementation cannot take these weights.
         OSError: the GPU's profile does not show the calls.
     """
-    products = tuple(case for case in cases if isinstance(case, Case))
-    peers = Peers(products if request.peers else ())
+    peers = Peers(cases if request.peers else ())
     progress(0, len(cases), "Humming" if request.peers else "")
     peers.time_humming(request.peer_python)  # first: it needs memory that JAX would keep for itself
     stopwatch = Stopwatch(request.repeats, request.timer or default_timer())
@@ -191,8 +190,8 @@ def run(
     so_far = Run(device, jax.__version__, stopwatch.timer, ceilings, (), tuple(peers.notes))
     for _, same in itertools.groupby(cases, lambda case: (case.op, case.recipe)):
         for result in _timed(tuple(same), request, stopwatch, ceilings):
-            if isinstance(result, Result) and request.peers:
-                result = dataclasses.replace(result, peers=peers.figures(result.case))
+            if request.peers:
+                result = _beside_peers(result, peers)
             so_far = dataclasses.replace(so_far, results=(*so_far.results, result))
             progress(len(so_far.results), len(cases), f"{result.case.op} {result.case.recipe}")
             keep(so_far)
@@ -230,6 +229,12 @@ def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
                 groups = request.groups if grouped else None
                 lengths = request.hidden, request.width
                 yield Case(op, recipe, rows, groups, distribution, *lengths, request.seed, request.picks)
+
+
+def _beside_peers(result: Result | LayerResult, peers: Peers) -> Result | LayerResult:
+    if isinstance(result, LayerResult):
+        return dataclasses.replace(result, peers=peers.layer_figures(result.case))
+    return dataclasses.replace(result, peers=peers.figures(result.case))
 
 
 def _timed(
