@@ -74,15 +74,15 @@ def time_path(
     torch: Any, timer: Timer, path: Any, inputs: Any, experts: dict[str, Any], activations: str
 ) -> dict[str, Any]:
     """The figures of one path; exits if its result is wrong."""
-    from humming_peer.routed import capture
+    from humming_peer.routed import Captured
 
     what = f"{activations}, {path.layout}, T={len(inputs.latents)}"
-    replay, sums = capture(path.call(inputs))
-    replay()
-    error = relative_error(torch, inputs, sums, experts, eight_bits=activations != "bfloat16")
+    graph = Captured(path.call(inputs))
+    graph.replay()
+    error = relative_error(torch, inputs, graph.sums, experts, eight_bits=activations != "bfloat16")
     if not error <= MOST_ERROR:
         sys.exit(f"{what}: the result is wrong, relative L2 {error:.1e} where {MOST_ERROR:g} is allowed")
-    us, calls = timer.events(replay), timer.profile(replay)
+    us, calls = timer.events(graph.replay), timer.profile(graph.replay)
     kernel_us, kernels = span(calls), kernel_times(calls)
     shown = "-" if kernel_us is None else f"{kernel_us:.1f}"
     print(f"{what}: {statistics.median(us):.1f} us, kernels {shown} us, error {error:.1e}")
@@ -97,7 +97,7 @@ def main() -> None:
     cases = load_cases()
     chosen = options(cases)
     torch, versions = start(chosen.seed)
-    from humming_peer.routed import LAYOUTS, Path
+    from humming_peer.routed import LAYOUTS, RoutedPath
 
     sizes = {"groups": chosen.groups, "hidden": chosen.hidden, "width": chosen.width, "seed": chosen.seed}
     shapes = {op: cases.Case(op, "w4a16", 1, **sizes) for op in cases.GEMMS}
@@ -106,7 +106,7 @@ def main() -> None:
     for activations in chosen.activations:
         layers = {op: make_layer(torch, shape, activations, experts[op]) for op, shape in shapes.items()}
         for layout in LAYOUTS:
-            path = Path(layers, layout, [tokens * chosen.picks for tokens in chosen.tokens], BETAS)
+            path = RoutedPath(layers, layout, [tokens * chosen.picks for tokens in chosen.tokens], BETAS)
             for tokens in chosen.tokens:
                 inputs = make_inputs(torch, cases, chosen, tokens)
                 figures = time_path(torch, timer, path, inputs, experts, activations)

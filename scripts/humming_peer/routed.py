@@ -41,7 +41,7 @@ class Inputs:
     weights: Any
 
 
-class Path:
+class RoutedPath:
     """The path of `layers`, Humming's for "w13" and "w2", in one layout."""
 
     def __init__(self, layers: dict[str, Any], layout: str, rows: list[int], betas: tuple[float, float]) -> None:
@@ -108,18 +108,27 @@ class Path:
         return block
 
 
-def capture(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """A CUDA graph of `call`, to be replayed, and the result that each replay writes."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # what is not compiled yet is not to be captured
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = call()
-    return graph.replay, result
+class Captured:
+    """A path as a CUDA graph. It keeps `call` too, whose buffers the graph goes on reading and writing.
+
+    Attributes:
+        sums: what each replay writes.
+    """
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # what is not compiled yet is not to be captured
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self.sums = call()
+
+    def replay(self) -> None:
+        self._graph.replay()
 
 
 def _tuning(layer: Any, layout: str, rows: list[int]) -> list[Any]:
