@@ -18,7 +18,15 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, HowToMultiply, Mlp, Weights
-from pallas_kernels import KernelWeights, from_kernel_layout, grouped_matmul, low_rank_matmul, quantize_fp8_token
+from k3jax.row_order import spread
+from pallas_kernels import (
+    KernelWeights,
+    RowSchedule,
+    from_kernel_layout,
+    grouped_matmul,
+    low_rank_matmul,
+    quantize_fp8_token,
+)
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 
@@ -85,15 +93,16 @@ class ExpertAdapters(nnx.Module):
 
 
 def adapted_expert_mlp(
-    rows_SL: BFloat16[Array, "s l"],
+    latent_TL: BFloat16[Array, "t l"],
+    schedule: RowSchedule,
     w13: Weights,
     w2: Weights,
-    group_sizes: Int[Array, " e"],
     how: HowToMultiply,
     *,
     adapters: AdapterArrays,
 ) -> Float[Array, "s l"]:
     """`expert_mlp` with what adapters add before each rounding; they see rows that no recipe has quantised."""
+    rows_SL, group_sizes = spread(latent_TL, schedule), schedule.group_sizes
     gate_up = _product(rows_SL, w13, group_sizes, how) + adapters.of_rows(rows_SL, group_sizes)
     hidden_SF = apply_activation(how.activation, to_bfloat16(gate_up))
     sums = _product(hidden_SF, w2, group_sizes, how) + adapters.of_hidden(hidden_SF, group_sizes)

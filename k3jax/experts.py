@@ -1,6 +1,6 @@
 """The routed experts: rows sorted by expert, two grouped GEMMs, and the weighted sum back to tokens.
 
-rows   [S, L]  one a (token, slot), sorted by expert; S = T * X, masked slots last
+rows   [S, L]  one a (token, slot), sorted by expert; S = T * X, masked slots last; quantised before, token by token
 hidden [S, F]  grouped_matmul(rows, w13, activation)
 rows   [S, L]  grouped_matmul(hidden, w2)
 latent [T, L]  sum over a token's slots of weight * row, in float32, in slot order
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float
 
 from k3jax.routing import Routing
 from k3jax.row_order import spread
@@ -23,9 +23,11 @@ from pallas_kernels import (
     KernelWeights,
     MXFP4Array,
     MXFP8Array,
+    RowSchedule,
     TokenScaledArray,
     combine_rows,
     from_kernel_layout,
+    gather_rows,
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
@@ -79,8 +81,8 @@ class HowToMultiply:
         return "f32" if self.ranks.splits_width else "bf16"
 
 
-Mlp = Callable[[Array, Weights, Weights, Array, HowToMultiply], Array]
-"""Rows `[S, L]`, w13, w2 and group sizes to rows `[S, L]`."""
+Mlp = Callable[[Array, RowSchedule, Weights, Weights, HowToMultiply], Array]
+"""Tokens `[T, L]`, the order of their rows, w13 and w2 to rows `[S, L]`."""
 
 
 def routed_experts(
@@ -95,10 +97,10 @@ def routed_experts(
 
     For `w13 [E, 2F, L]` and `w2 [E, L, F]`; where ranks split F it is this rank's part of the sum. A slot with id -1
     contributes nothing; an id that a token names twice counts twice. No row is ever dropped. `mlp` is what is computed
-    of each row, `expert_mlp` by default.
+    of each token's rows, `expert_mlp` by default.
     """
     schedule = schedule_rows(routing.ids, w13.shape[0])
-    rows_SL = (mlp or expert_mlp)(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
+    rows_SL = (mlp or expert_mlp)(latent_TL, schedule, w13, w2, how)
     return combine_rows(rows_SL, schedule.row, routing.weights)
 
 
@@ -116,20 +118,16 @@ def gate_and_up_rows(w13: Weights) -> Weights:
 
 
 def expert_mlp(
-    rows_SL: BFloat16[Array, "s l"],
-    w13: Weights,
-    w2: Weights,
-    group_sizes: Int[Array, " e"],
-    how: HowToMultiply,
+    latent_TL: BFloat16[Array, "t l"], schedule: RowSchedule, w13: Weights, w2: Weights, how: HowToMultiply
 ) -> Float[Array, "s l"]:
-    """`w2 @ activation(w13 @ row)` of each row's expert, `[S, L] -> [S, L]`, with the recipe's quantised activations.
+    """`w2 @ activation(w13 @ row)` of each row's expert, `[T, L] -> [S, L]`, with the recipe's quantised activations.
 
-    bfloat16, or where F is split a part of a sum in float32, to be rounded after it. The gradient passes straight
-    through the quantisers: it is that of the same chain without them.
+    bfloat16, or where F is split a part of a sum in float32, to be rounded after it. Tokens are quantised before they
+    are spread out to rows. The gradient passes straight through the quantisers: it is that of the same chain without.
     """
     if RECIPES[how.recipe].quantize is None:
-        return _plain_mlp(rows_SL, w13, w2, group_sizes, how)
-    return _quantized_mlp(rows_SL, w13, w2, group_sizes, how)
+        return _plain_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
+    return _quantized_mlp(latent_TL, schedule, w13, w2, how)
 
 
 def _plain_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, how: HowToMultiply) -> Array:
@@ -138,13 +136,13 @@ def _plain_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, ho
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _quantized_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, how: HowToMultiply) -> Array:
+def _quantized_mlp(latent_TL: Array, schedule: RowSchedule, w13: Weights, w2: Weights, how: HowToMultiply) -> Array:
     quantize = RECIPES[how.recipe].quantize
     assert quantize is not None
     hidden_SF = grouped_matmul(
-        quantize(rows_SL),
+        gather_rows(quantize(latent_TL), schedule),
         w13,
-        group_sizes,
+        schedule.group_sizes,
         activation=how.activation,
         out_format=how.hidden_format,
         implementation=how.implementation,
@@ -152,7 +150,9 @@ def _quantized_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array
     if isinstance(hidden_SF, jax.Array):
         amax = how.ranks.widest(jnp.max(jnp.abs(hidden_SF), axis=-1, keepdims=True))
         hidden_SF = quantize_fp8_token(hidden_SF, amax=amax)
-    return grouped_matmul(hidden_SF, w2, group_sizes, out_format=how.sums_format, implementation=how.implementation)
+    return grouped_matmul(
+        hidden_SF, w2, schedule.group_sizes, out_format=how.sums_format, implementation=how.implementation
+    )
 
 
 def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
@@ -162,15 +162,17 @@ def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
 def _quantized_mlp_backward(
     how: HowToMultiply, residuals: tuple[Any, ...], d_rows: Array
 ) -> tuple[Array, None, None, None]:
-    rows_SL, w13, w2, group_sizes = residuals
+    latent_TL, schedule, w13, w2 = residuals
     if isinstance(w13, KernelWeights) or isinstance(w2, KernelWeights):
         # Laid out for quantised rows, which the straight-through chain does not have.
         w13, w2 = (from_kernel_layout(w) if isinstance(w, KernelWeights) else w for w in (w13, w2))
         how = dataclasses.replace(how, implementation=None)
-    plain = functools.partial(_plain_mlp, w13=w13, w2=w2, group_sizes=group_sizes, how=how)
-    _, pullback = jax.vjp(plain, rows_SL)
-    (d_input,) = pullback(d_rows)
-    return d_input, None, None, None
+
+    def plain(latent_TL: Array) -> Array:
+        return _plain_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
+
+    (d_latent,) = jax.vjp(plain, latent_TL)[1](d_rows)
+    return d_latent, None, None, None
 
 
 _quantized_mlp.defvjp(_quantized_mlp_forward, _quantized_mlp_backward)

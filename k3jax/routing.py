@@ -16,6 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.config import K3Config
+from pallas_kernels import stable_top_k
 
 MASKED = -1  # the id of a slot that goes to no expert
 
@@ -61,15 +62,12 @@ def pick_experts(
     config: K3Config,
     mask: Bool[Array, " t"] | None = None,
 ) -> Routing:
-    """The X experts of each token. Equal scores go to the lowest id, on every device; tokens with a False mask to none.
-
-    A stable sort, not `top_k`, because backends differ in which of two equal scores their `top_k` returns first.
-    """
+    """The X experts of each token; equal scores go to the lowest id, tokens with a False mask to none."""
     scores = jax.nn.sigmoid(logits) if config.router_activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     choice = jax.lax.stop_gradient(scores + bias[None, :])
     if config.num_expert_group > config.topk_group:
         choice = _best_groups_only(choice, config.num_expert_group, config.topk_group)
-    ids = _descending(choice)[:, : config.experts_per_token]
+    ids = stable_top_k(choice, config.experts_per_token)
     weights = jnp.take_along_axis(scores, ids, axis=-1)
     if config.renormalize and config.experts_per_token > 1:
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
@@ -93,16 +91,10 @@ def expert_load(routing: Routing, num_experts: int, ranks: int = 1) -> ExpertLoa
     return ExpertLoad(per_expert, per_expert.reshape(ranks, -1).sum(axis=1, dtype=jnp.int32))
 
 
-def _descending(values: Float[Array, "t n"]) -> Int[Array, "t n"]:
-    """Indices that sort each row from largest to smallest, equal values by index."""
-    index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-    return jax.lax.sort((-values, index), dimension=1, is_stable=True, num_keys=1)[1]
-
-
 def _best_groups_only(choice: Float[Array, "t e"], num_groups: int, kept: int) -> Float[Array, "t e"]:
     """Masks with -inf the experts outside each token's `kept` best groups; a group scores its two best experts' sum."""
     grouped = choice.reshape(choice.shape[0], num_groups, -1)
     group_scores = jnp.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
-    best = _descending(group_scores)[:, :kept]
+    best = stable_top_k(group_scores, kept)
     is_kept = jnp.any(best[:, :, None] == jnp.arange(num_groups)[None, None, :], axis=1)
     return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)

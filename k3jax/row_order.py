@@ -14,7 +14,7 @@ def spread(tokens_TL: Float[Array, "t l"], schedule: RowSchedule) -> Float[Array
 
     JAX's own would scatter rows into tokens, in an order that a GPU does not fix.
     """
-    return gather_rows(tokens_TL, schedule.token)
+    return gather_rows(tokens_TL, schedule)
 
 
 def _spread_forward(tokens_TL: Array, schedule: RowSchedule) -> tuple[Array, RowSchedule]:

@@ -17,6 +17,7 @@ from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
 from pallas_kernels.slot_order import RowSchedule, schedule_rows
 from pallas_kernels.token_rows import combine_rows, gather_rows
+from pallas_kernels.top_k import stable_top_k
 
 __all__ = [
     "OUT_FORMATS",
@@ -44,6 +45,7 @@ __all__ = [
     "quantize_mxfp8",
     "schedule_rows",
     "situ_and_mul",
+    "stable_top_k",
     "swiglu_and_mul",
     "to_kernel_layout",
 ]

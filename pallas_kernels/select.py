@@ -21,10 +21,10 @@ _FASTEST_FIRST = {
     "swiglu_and_mul": ("mosaic", "xla", "triton", "reference"),
     "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
     "quantize_fp8_token": ("mosaic", "xla", "triton", "reference"),
-    # xla first until the kernels were timed on a GPU: they run where they are named.
-    "schedule_rows": ("xla", "triton", "reference"),
-    "gather_rows": ("xla", "mosaic", "triton", "reference"),
-    "combine_rows": ("xla", "mosaic", "triton", "reference"),
+    "stable_top_k": ("triton", "xla", "reference"),
+    "schedule_rows": ("triton", "xla", "reference"),
+    "gather_rows": ("mosaic", "triton", "xla", "reference"),
+    "combine_rows": ("mosaic", "xla", "triton", "reference"),
 }
 
 # Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. The
@@ -140,8 +140,8 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
     if op != "grouped_matmul":
         from pallas_kernels import row_kernels
 
-        if x is not None and name == "triton" and op == row_kernels.SCHEDULE:
-            return row_kernels.schedule().why_not(x)
+        if x is not None and name == "triton" and op == "stable_top_k":
+            return row_kernels.top_k().why_not(x)
         if name != "mosaic" or x is None:
             return None
         kernels = row_kernels.moves(name) if op in row_kernels.MOVES else row_kernels.of(name)

@@ -28,8 +28,8 @@ def schedule_rows(ids: Int[Array, "t x"], groups: int, *, implementation: str | 
     Those whose id is none of `range(groups)` (-1) come last and belong to no group.
 
     Args:
-        ids: int32. implementation: "reference", "xla" (a sort), "triton" (NVIDIA GPUs from Ampere on: one kernel that
-            compares each slot with every other, so for 16,384 at most), or None for the fastest that can.
+        ids: int32. implementation: "reference", "xla" (a sort), "triton" (NVIDIA GPUs from Ampere on: one kernel),
+            or None for the fastest that can.
 
     Raises:
         ValueError: no such implementation exists.

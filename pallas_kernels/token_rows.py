@@ -9,18 +9,23 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import row_kernels, select
+from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.slot_order import RowSchedule
+
+Tokens = Array | MXFP8Array | TokenScaledArray
+"""`[T, L]` of any float dtype, or quantised: a row's scales move with it."""
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
-def gather_rows(
-    x: Float[Array, "t l"], tokens: Int[Array, " s"], *, implementation: str | None = None
-) -> Float[Array, "s l"]:
-    """Each row its token: `y[s] = x[tokens[s]]`.
+def gather_rows(x: Tokens, schedule: RowSchedule, *, implementation: str | None = None) -> Any:
+    """Each row its token, `[T, L] -> [S, L]`: `y[s] = x[schedule.token[s]]`.
+
+    Rows of no group, the last ones, may hold anything: a kernel reads each token once and writes it to its rows.
 
     Args:
-        x: `[T, L]` of any float dtype. tokens: int32 `[S]`, `0 <= tokens < T`.
-        implementation: "reference" or "xla" (the same indexing), "mosaic" (Hopper, bfloat16), "triton" (NVIDIA GPUs
-            from Ampere on), or None for the fastest that can.
+        x: bfloat16 `[T, L]` or of another float dtype, an MXFP8Array or a TokenScaledArray. schedule: of its slots.
+        implementation: "reference" or "xla" (the same indexing), "mosaic" (Hopper and Blackwell, bfloat16 or
+            quantised), "triton" (NVIDIA GPUs from Ampere on), or None for the fastest that can.
 
     Raises:
         ValueError: no such implementation exists.
@@ -28,9 +33,12 @@ def gather_rows(
             knows where each token's rows are adds them up with `combine_rows`, in a fixed order).
     """
     chosen = select.choose("gather_rows", implementation, x=x)
-    if chosen in row_kernels.IMPLEMENTATIONS and x.size and tokens.size:
-        return _one_by_one(row_kernels.moves(chosen).gather_rows)(x, tokens)
-    return x.at[tokens].get(mode="promise_in_bounds")
+    leaves = jax.tree.leaves(x)
+    rows = schedule.token.shape[0]
+    if chosen in row_kernels.IMPLEMENTATIONS and rows and all(leaf.size for leaf in leaves):
+        kernel = row_kernels.moves(chosen).gather_rows
+        return _one_by_one(lambda x, positions: kernel(x, positions, rows))(x, schedule.row)
+    return jax.tree.map(lambda leaf: leaf.at[schedule.token].get(mode="promise_in_bounds"), x)
 
 
 @functools.partial(jax.jit, static_argnames=("implementation",))
@@ -50,8 +58,8 @@ def combine_rows(
         rows: `[S, L]`, bfloat16 or float32. Those that no position names are not read and may hold anything, NaN too.
         positions: int32 `[T, X]`, `positions < S`; a negative one adds nothing. No row is named twice.
         weights: float32 `[T, X]`.
-        implementation: "reference", "xla", "mosaic" (Hopper, bfloat16 rows), "triton" (NVIDIA GPUs from Ampere on), or
-            None for the fastest that can.
+        implementation: "reference", "xla", "mosaic" (Hopper and Blackwell, bfloat16 rows), "triton" (NVIDIA GPUs from
+            Ampere on), or None for the fastest that can.
 
     Returns:
         float32 `[T, L]`. Differentiable with respect to `rows` and `weights`, once: rows that no position names have a

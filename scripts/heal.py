@@ -76,7 +76,7 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 256,
     accumulate: Annotated[int, typer.Option(min=1, help="Micro-batches that a step is split into.")] = 1,
     learning_rate: Annotated[
-        float | None, typer.Option(help="The schedule's highest. Default: 0.11 / sqrt(hidden size).")
+        float | None, typer.Option(help="The schedule's highest. Default: 2.5 / hidden size.")
     ] = None,
     warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,

@@ -40,15 +40,15 @@ def test_what_stages_have_to_do_at_1024_tokens() -> None:
     assert work["w2"].floor_us("w4a8_fp8", CEILINGS) == pytest.approx(250, rel=2e-3)
     dense = layer_work(LayerCase("w4a16", 1024, groups=896), 896).dense_flop
     assert dense / CEILINGS["bf16"] == pytest.approx(0.52e-3, rel=0.01)
-    assert work["gather"].bytes == 2 * 3584 * (1024 + 16384) + 4 * 16384
     assert work["combine"].bytes == 16384 * (2 * 3584 + 8) + 4 * 1024 * 3584
-    assert work["quantize_rows"].bytes == 16384 * (3 * 3584 + 4)
+    assert work["quantize_tokens"].bytes == 1024 * (3 * 3584 + 4)
+    assert work["gather"].bytes == (1024 + 16384) * (3584 + 4) + 4 * 16384
     assert work["schedule"].bytes == 12 * 16384 + 4 * 112
     routed = routed_work(case, 112)
     assert routed.expert_flop == 2 * 16384 * 3 * 3584 * 3072
     assert routed.bytes == 112 * EXPERT + 4 * 1024 * 3584 + 8 * 16384
     plain = LayerCase("w4a16", 1024, shared=0)
-    assert set(STAGES) - set(plain.stages) == {"quantize_rows", "quantize_hidden", "shared"}
+    assert set(STAGES) - set(plain.stages) == {"quantize_tokens", "quantize_hidden", "shared"}
     assert stage_work(plain, 112)["w13"].floor_us("w4a16", CEILINGS) == pytest.approx(970, rel=1e-3)
 
 

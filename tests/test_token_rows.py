@@ -1,12 +1,22 @@
 """Rows gathered and rows added up, against loops in float64; what nobody names is never read."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from numerics import assert_same_bits
 
-from pallas_kernels import combine_rows, explain, gather_rows, select
+from pallas_kernels import (
+    combine_rows,
+    explain,
+    gather_rows,
+    quantize_fp8_token,
+    quantize_mxfp8,
+    schedule_rows,
+    select,
+)
 
 PLAIN = ("reference", "xla")
 rng = np.random.default_rng(0)
@@ -73,16 +83,26 @@ def test_a_batch_and_nothing_at_all() -> None:
     assert_same_bits(batch[0], combine_rows(rows, positions, weights))
     assert combine_rows(rows[:0], positions[:0], weights[:0]).shape == (0, 40)
     assert not combine_rows(rows, jnp.full((2, 3), -1), jnp.ones((2, 3))).any()
-    tokens = jnp.asarray([3, 0, 3], jnp.int32)
-    for implementation in PLAIN:
-        assert_same_bits(gather_rows(rows, tokens, implementation=implementation), rows[np.array([3, 0, 3])])
-    assert gather_rows(rows, tokens[:0]).shape == (0, 40)
+
+
+@pytest.mark.parametrize("quantize", [None, quantize_mxfp8, quantize_fp8_token])
+@pytest.mark.parametrize("implementation", PLAIN)
+def test_rows_are_their_tokens_with_their_scales(implementation: str, quantize: Any) -> None:
+    ids = jnp.asarray([[2, 0], [-1, 1], [0, 2]], jnp.int32)
+    tokens = jnp.asarray(rng.standard_normal((3, 64)), jnp.bfloat16)
+    x = tokens if quantize is None else quantize(tokens)
+    rows = gather_rows(x, schedule_rows(ids, 3), implementation=implementation)
+    jax.tree.map(lambda row, token: assert_same_bits(row[:5], token[np.array([0, 2, 1, 0, 2])]), rows, x)
+    none = gather_rows(x, schedule_rows(ids[:, :0], 3), implementation=implementation)
+    assert none.shape == (0, 64)
 
 
 @pytest.mark.parametrize("op", ["gather_rows", "combine_rows"])
-def test_kernels_run_only_where_they_are_named(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_come_first_where_they_can(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NotImplementedError, match="cannot run on implementation 'triton'"):
         explain(op, implementation="triton")
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, recipe: None)
-    assert explain(op).chosen == "xla"
-    assert explain(op, implementation="triton").chosen == "triton"
+    assert explain(op, x=jnp.zeros((2, 64), jnp.bfloat16)).chosen == "mosaic"
+    odd = jnp.zeros((2, 3), jnp.bfloat16)
+    assert "moves 16 at a time" in explain(op, x=odd).others["mosaic"]
+    assert "takes bfloat16" in explain(op, x=odd.astype(jnp.float32)).others["mosaic"]

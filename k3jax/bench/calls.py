@@ -115,7 +115,7 @@ def _move_call(case: Case, x: Array, implementation: str) -> Program:
     schedule = jax.jit(schedule_rows, static_argnums=1)(ids, GROUPS)
     if case.op == "gather":
         operation = functools.partial(gather_rows, implementation=implementation)
-        return compiled(operation, x[: case.tokens], schedule.token)
+        return compiled(operation, x[: case.tokens], schedule)
     weights = jax.random.uniform(keys[1], shape)
     return compiled(functools.partial(combine_rows, implementation=implementation), x, schedule.row, weights)
 

@@ -87,7 +87,7 @@ class Case:
         if self.op == "schedule":
             return schedule_bytes(self.rows, GROUPS)
         if self.op == "gather":
-            return gather_bytes(self.tokens, self.rows, self.hidden)
+            return gather_bytes(self.tokens, self.rows, 2.0 * self.hidden)
         if self.op == "combine":
             return combine_bytes(self.tokens, self.rows, self.hidden)
         result = self.width if self.op == "w13" else self.hidden
@@ -99,9 +99,9 @@ def schedule_bytes(rows: int, groups: int) -> float:
     return 12.0 * rows + 4.0 * groups
 
 
-def gather_bytes(tokens: int, rows: int, hidden: int) -> float:
-    """Of bfloat16 tokens read once, the number of each row's, and rows."""
-    return 2.0 * (tokens + rows) * hidden + 4.0 * rows
+def gather_bytes(tokens: int, rows: int, row_bytes: float) -> float:
+    """Of tokens read once, a place for each of their rows, and rows."""
+    return (tokens + rows) * row_bytes + 4.0 * rows
 
 
 def combine_bytes(tokens: int, rows: int, hidden: int) -> float:

@@ -18,8 +18,7 @@ from k3jax.linear import linear, rms_norm
 from k3jax.moe import MoE
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
-from k3jax.row_order import spread
-from pallas_kernels import combine_rows, grouped_matmul, schedule_rows
+from pallas_kernels import combine_rows, gather_rows, grouped_matmul, schedule_rows
 from pallas_kernels.rounding import to_bfloat16
 
 _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-normal
@@ -119,14 +118,13 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
     yield stage("latent_down", linear, x, latent_down.get_value())
     yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
-    yield stage("gather", spread, made.pop("latent_down"), schedule)
-    rows = made.pop("gather")
+    latent = made.pop("latent_down")
     if recipe.quantize is not None:
-        yield stage("quantize_rows", recipe.quantize, rows)
-        rows = made.pop("quantize_rows")
-    yield stage("w13", gated, rows, w13, schedule.group_sizes)
+        yield stage("quantize_tokens", recipe.quantize, latent)
+        latent = made.pop("quantize_tokens")
+    yield stage("gather", gather_rows, latent, schedule)
+    yield stage("w13", gated, made.pop("gather"), w13, schedule.group_sizes)
     hidden = made.pop("w13")
-    del rows
     if recipe.quantize is not None:
         yield stage("quantize_hidden", recipe.quantize, hidden)
         hidden = made.pop("quantize_hidden")

@@ -23,7 +23,7 @@ MODEL = 7168
 SHARED = 2
 
 GEMM_STAGES = ("w13", "w2")
-ROUTED_STAGES = ("schedule", "gather", "quantize_rows", "w13", "quantize_hidden", "w2", "combine")
+ROUTED_STAGES = ("schedule", "quantize_tokens", "gather", "w13", "quantize_hidden", "w2", "combine")
 STAGES = ("router", "latent_down", *ROUTED_STAGES, "norm_up", "shared")
 """In the order of the data. The two quantisers are there where the recipe has them."""
 
@@ -68,7 +68,7 @@ class LayerCase:
     @property
     def stages(self) -> tuple[str, ...]:
         """Those that this layer has."""
-        absent = set() if self.recipe in ("w4a8", "w4a8_fp8") else {"quantize_rows", "quantize_hidden"}
+        absent = set() if self.recipe in ("w4a8", "w4a8_fp8") else {"quantize_tokens", "quantize_hidden"}
         absent |= set() if self.shared else {"shared"}
         return tuple(stage for stage in STAGES if stage not in absent)
 
@@ -117,8 +117,8 @@ def stage_work(case: LayerCase, experts_hit: int) -> dict[str, Work]:
         ),
         "latent_down": latent,
         "schedule": Work(other_bytes=schedule_bytes(rows, experts)),
-        "gather": Work(other_bytes=gather_bytes(tokens, rows, hidden)),
-        "quantize_rows": Work(other_bytes=rows * (_BF16 * hidden + row[hidden])),
+        "quantize_tokens": Work(other_bytes=tokens * (_BF16 * hidden + row[hidden])),
+        "gather": Work(other_bytes=gather_bytes(tokens, rows, row[hidden])),
         "w13": Work(
             experts_hit * 2 * expert,
             rows * (row[hidden] + _BF16 * width),

@@ -4,7 +4,6 @@ from typing import Any
 
 IMPLEMENTATIONS = ("mosaic", "triton")
 MOVES = ("gather_rows", "combine_rows")
-SCHEDULE = "schedule_rows"
 
 
 def of(implementation: str) -> Any:
@@ -34,3 +33,10 @@ def schedule() -> Any:
     from pallas_kernels.row_kernels import triton_schedule
 
     return triton_schedule
+
+
+def top_k() -> Any:
+    """The module of the kernel that picks the largest of a row, imported like the others."""
+    from pallas_kernels.row_kernels import triton_top_k
+
+    return triton_top_k

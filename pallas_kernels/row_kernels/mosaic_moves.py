@@ -1,4 +1,4 @@
-"""Rows gathered and rows added up on Hopper and Blackwell, in Pallas's Mosaic GPU: each row is read once.
+"""Tokens spread out to rows, and rows added up, on Hopper and Blackwell, in Pallas's Mosaic GPU: each is read once.
 
 As in `mosaic_rows` nothing is staged: a thread loads 16 bytes at a time and, of a sum, all its rows before it adds one.
 """
@@ -12,31 +12,38 @@ from jaxtyping import Array, BFloat16, Float, Int
 
 from pallas_kernels.row_kernels import move_emitters
 from pallas_kernels.row_kernels.emitters import VECTOR
-from pallas_kernels.row_kernels.mosaic_rows import MOST_VECTORS, block_count, block_kernel, vectors_a_thread
+from pallas_kernels.row_kernels.mosaic_rows import MOST_VECTORS, block_count, block_kernel
+
+VECTOR_BYTES, WORD_BYTES = 16, 4
 
 
 def why_not(op: str, x: Any) -> str | None:
     """Why the kernel of `op` cannot take rows or tokens `x`; None if it can."""
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, and the kernel takes bfloat16"
-    if x.shape[-1] % VECTOR or not x.size:
-        return f"x has shape {x.shape}, and the kernel takes rows of a multiple of {VECTOR}, at least one"
-    if x.size // VECTOR > MOST_VECTORS:
+    values, *scales = jax.tree.leaves(x)
+    if values.dtype != jnp.bfloat16 and (op == "combine_rows" or not scales):
+        return f"x is {values.dtype}, and the kernel takes bfloat16"
+    row, *scale = (leaf.shape[-1] * leaf.dtype.itemsize for leaf in (values, *scales))
+    if row % VECTOR_BYTES or any(size % WORD_BYTES for size in scale) or not values.size:
+        sizes = " and ".join(map(str, (row, *scale)))
+        return f"its rows are of {sizes} bytes, and the kernel moves {VECTOR_BYTES} at a time, of scales {WORD_BYTES}"
+    if values.size // VECTOR > MOST_VECTORS:
         return f"x has shape {x.shape}, more than {MOST_VECTORS * VECTOR} elements"
     return None
 
 
-def gather_rows(x: BFloat16[Array, "t l"], tokens: Int[Array, " s"]) -> BFloat16[Array, "s l"]:
-    """`token_rows.gather_rows`, for at least one row."""
-    rows, columns = tokens.shape[0], x.shape[1]
-    vectors = rows * columns // VECTOR
-    if vectors > MOST_VECTORS:
-        raise NotImplementedError(f"gather_rows in Mosaic: {rows} rows of {columns} are more than it counts in 32 bits")
-    each = vectors_a_thread(vectors)
-    emit = functools.partial(move_emitters.gathered, vectors, columns // VECTOR, each)
-    out = (jax.ShapeDtypeStruct((rows * columns,), x.dtype),)
-    (y,) = block_kernel("gather_rows", emit, out, block_count(vectors, each))(x.reshape(-1), tokens)
-    return y.reshape(rows, columns)
+def gather_rows(x: Any, positions: Int[Array, "t x"], rows: int) -> Any:
+    """`token_rows.gather_rows`, for at least one row: rows that no position names are not written."""
+    leaves, tree = jax.tree.flatten(x)
+    row_bytes = [leaf.shape[1] * leaf.dtype.itemsize for leaf in leaves]
+    vectors, words = row_bytes[0] // VECTOR_BYTES, sum(row_bytes[1:]) // WORD_BYTES
+    tokens, slots = positions.shape
+    emit = functools.partial(move_emitters.gathered, tokens, slots, vectors, words)
+    out = tuple(jax.ShapeDtypeStruct((rows * leaf.shape[1],), leaf.dtype) for leaf in leaves)
+    kernel = block_kernel("gather_rows", emit, out, block_count(tokens * (vectors + words), 1))
+    moved = kernel(positions.reshape(-1), *(leaf.reshape(-1) for leaf in leaves))
+    return jax.tree.unflatten(
+        tree, [flat.reshape(rows, leaf.shape[1]) for flat, leaf in zip(moved, leaves, strict=True)]
+    )
 
 
 def combine_rows(

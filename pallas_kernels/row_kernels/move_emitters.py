@@ -1,23 +1,52 @@
-"""What one thread of the kernels that move rows does, in PTX. Arrays are addresses; a vector is 8 bfloat16."""
+"""What one thread of the kernels that move rows does, in PTX. Arrays are addresses; a vector is 16 bytes."""
 
 from collections.abc import Sequence
 
-from pallas_kernels.grouped_matmul.mosaic_parts.ptx import Value, add, arith, constant, f32, i32, less, mul, ptx, ptx_if
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
+    Value,
+    add,
+    arith,
+    constant,
+    f32,
+    i32,
+    less,
+    mul,
+    ptx,
+    ptx_if,
+    wide,
+)
 from pallas_kernels.grouped_matmul.mosaic_parts.values import unpack
 from pallas_kernels.row_kernels.emitters import address, clamped, own_vectors
 
 _AT_ONCE = 16  # slots whose rows a thread asks for before it adds the first: 64 registers
 
 
-def gathered(vectors: int, vectors_a_row: int, each: int, block: Value, x: Value, tokens: Value, y: Value) -> None:
-    """`each` vectors a thread, of the rows' tokens."""
-    loaded = []
-    for vector in own_vectors(block, each):
-        row, column = _divided(clamped(vector, vectors), vectors_a_row)
-        token = _number(tokens, row)
-        loaded.append((vector, _vector_if(constant(1), x, add(mul(token, vectors_a_row), column))))
-    for vector, words in loaded:
-        ptx_if(less(vector, vectors), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address(y, vector, 16), *words)
+def gathered(
+    tokens: int, slots: int, vectors_a_row: int, words_a_row: int, block: Value, positions: Value, *arrays: Value
+) -> None:
+    """One vector of a token a thread, or one word of its scales: read once, and written to each of the token's rows.
+
+    `arrays` are tokens, their scales if there are words of them, and the rows of each.
+    """
+    parts = vectors_a_row + words_a_row
+    (part,) = own_vectors(block, 1)
+    inside = less(part, tokens * parts)
+    token, part = _divided(clamped(part, tokens * parts), parts)
+    in_row = less(part, vectors_a_row)
+    x, y = arrays[0], arrays[len(arrays) // 2]
+    vector = _vector_if(arith.extui(i32(), in_row), x, add(mul(token, vectors_a_row), part))
+    in_scales = arith.cmpi(arith.CmpIPredicate.sge, part, constant(vectors_a_row))
+    word = arith.maxsi(arith.subi(part, constant(vectors_a_row)), constant(0))
+    scale = _number(arrays[1], add(mul(token, words_a_row), word)) if words_a_row else None
+    for slot in range(slots):
+        place = _number(positions, add(mul(token, slots), slot))
+        wanted = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, place, constant(0)))
+        row = arith.maxsi(place, constant(0))
+        code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
+        ptx_if(arith.andi(wanted, in_row), code, _in_row(y, row, 16 * vectors_a_row, part, 16), *vector)
+        if scale is not None:
+            at = _in_row(arrays[3], row, 4 * words_a_row, word, 4)
+            ptx_if(arith.andi(wanted, in_scales), "st.global.b32 [$0], $1;", at, scale)
 
 
 def combined(
@@ -56,6 +85,12 @@ def _divided(vector: Value, vectors_a_row: int) -> tuple[Value, Value]:
     """The row of a vector, and which of the row's it is."""
     row = arith.divui(vector, constant(vectors_a_row))
     return row, arith.subi(vector, mul(row, vectors_a_row))
+
+
+def _in_row(array: Value, row: Value, row_bytes: int, index: Value, size: int) -> Value:
+    """The address of element `index` of `size` bytes of a row; there may be more elements than 32 bits count."""
+    start = arith.muli(wide(row), arith.constant(wide(row).type, row_bytes))
+    return address(arith.addi(array, start), index, size)
 
 
 def _number(array: Value, index: Value) -> Value:

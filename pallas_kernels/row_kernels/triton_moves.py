@@ -1,9 +1,14 @@
-"""Triton kernels that gather rows and that add them up. Memory is what limits them: 16 bytes a load, nothing staged."""
+"""Triton kernels that spread tokens out to rows and add rows up.
+
+Memory is what limits them: 16 bytes a load, nothing staged.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton.language as tl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from pallas_kernels.triton_call import capability, jit, triton_call
 
@@ -12,15 +17,22 @@ _COLUMNS = 512  # that a program works on: with two warps eight bfloat16 a threa
 
 @jit
 def gather_block(
-    x_ptr: tl.tensor, tokens_ptr: tl.tensor, out_ptr: tl.tensor, COLUMNS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """BLOCK columns of one row of `[S, COLUMNS]`."""
+    """BLOCK columns of one token, to each of its rows."""
     blocks: tl.constexpr = (COLUMNS + BLOCK - 1) // BLOCK
-    row = tl.program_id(0) // blocks
+    token = tl.program_id(0) // blocks
     column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens_ptr + row).to(tl.int64)
-    values = tl.load(x_ptr + token * COLUMNS + column, mask=column < COLUMNS)
-    tl.store(out_ptr + row.to(tl.int64) * COLUMNS + column, values, mask=column < COLUMNS)
+    values = tl.load(x_ptr + token.to(tl.int64) * COLUMNS + column, mask=column < COLUMNS)
+    for slot in tl.static_range(SLOTS):
+        position = tl.load(positions_ptr + token * SLOTS + slot).to(tl.int64)
+        columns = tl.where(position >= 0, COLUMNS, 0)
+        tl.store(out_ptr + position * COLUMNS + column, values, mask=column < columns)
 
 
 @jit
@@ -47,13 +59,23 @@ def combine_block(
     tl.store(out_ptr + token.to(tl.int64) * COLUMNS + column, total, mask=column < COLUMNS)
 
 
-def gather_rows(x: Float[Array, "t l"], tokens: Int[Array, " s"]) -> Float[Array, "s l"]:
-    """`token_rows.gather_rows`, for at least one element."""
-    out = jax.ShapeDtypeStruct((tokens.shape[0], x.shape[1]), x.dtype)
-    constants = {"COLUMNS": x.shape[1], "BLOCK": _COLUMNS}
-    grid = (out.shape[0] * -(-x.shape[1] // _COLUMNS),)
+def gather_rows(x: Any, positions: Int[Array, "t x"], rows: int) -> Any:
+    """`token_rows.gather_rows`, for at least one element: rows that no position names are not written."""
+    return jax.tree.map(lambda leaf: _gather(leaf, positions, rows), x)
+
+
+def _gather(x: Shaped[Array, "t l"], positions: Int[Array, "t x"], rows: int) -> Shaped[Array, "s l"]:
+    (tokens, slots), columns = positions.shape, x.shape[1]
     return triton_call(
-        gather_block, x, tokens, out=out, grid=grid, target=capability(), warps=2, stages=1, constants=constants
+        gather_block,
+        x,
+        positions,
+        out=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        grid=(tokens * -(-columns // _COLUMNS),),
+        target=capability(),
+        warps=2,
+        stages=1,
+        constants={"SLOTS": slots, "COLUMNS": columns, "BLOCK": _COLUMNS},
     )
 
 

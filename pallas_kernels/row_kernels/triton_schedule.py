@@ -1,10 +1,9 @@
-"""A Triton kernel that sorts slots by their groups in one launch: a slot's row is the number of slots before it.
+"""A Triton kernel that sorts slots by their groups in one launch: each program finds the slots of its own groups.
 
-That is a comparison of every slot with every other, which for a decode step's few, and for a few thousand, takes less
-than the launches of a sort would. Integers throughout, so the result does not depend on the order of anything.
+A program counts the slots of the groups before its own, which is where its rows begin, and then goes through all slots
+once more and numbers those of its groups. That is a comparison of every slot with every group, which takes less than
+the launches of a sort. Integers throughout, and nothing is shared, so the result does not depend on any order of work.
 """
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +13,8 @@ from jaxtyping import Array, Int
 from pallas_kernels.slot_order import RowSchedule
 from pallas_kernels.triton_call import capability, jit, triton_call
 
-MOST_SLOTS = 16384
-_BLOCK = 32  # slots, or groups, of a program
-_CHUNK = 512  # slots that it compares them with at a time
-
-
-def why_not(ids: Any) -> str | None:
-    """Why the kernel cannot take `ids`; None if it can."""
-    if ids.size > MOST_SLOTS:
-        return f"ids has {ids.size} slots, and comparing each with every other is quick up to {MOST_SLOTS}"
-    return None
+_FEW_GROUPS = 256  # as many have a program each; of more, 8 share one, and with it the reading of all slots
+_CHUNK = 2048  # slots and groups that a program compares at a time
 
 
 @jit
@@ -38,28 +29,24 @@ def schedule(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
-    """The rows of BLOCK slots or, in the programs after those, the sizes of BLOCK groups."""
-    blocks: tl.constexpr = (SLOTS + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    count = tl.zeros((BLOCK,), tl.int32)
-    if program < blocks:
-        slot = program * BLOCK + tl.arange(0, BLOCK)
+    """The slots and the sizes of BLOCK groups. Slots without a group are those of one more, GROUPS, and come last."""
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    first = tl.zeros((BLOCK, 1), tl.int32)
+    for start in range(0, SLOTS, CHUNK):
+        group = _group(ids_ptr, start + tl.arange(0, CHUNK), SLOTS, GROUPS)
+        first += tl.sum((group[None, :] < own).to(tl.int32), 1, keep_dims=True)
+    row = first
+    for start in range(0, SLOTS, CHUNK):
+        slot = start + tl.arange(0, CHUNK)
         group = _group(ids_ptr, slot, SLOTS, GROUPS)
-        key = group * SLOTS + slot
-        for start in range(0, SLOTS, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            # Slots past the end come after all others.
-            before = (_group(ids_ptr, other, SLOTS, GROUPS) * SLOTS + other)[None, :] < key[:, None]
-            count += tl.sum(before.to(tl.int32), 1)
-        tl.store(row_ptr + slot, tl.where(group < GROUPS, count, -1), mask=slot < SLOTS)
-        tl.store(token_ptr + count, slot // PICKS, mask=slot < SLOTS)
-    else:
-        group = (program - blocks) * BLOCK + tl.arange(0, BLOCK)
-        for start in range(0, SLOTS, CHUNK):
-            other = start + tl.arange(0, CHUNK)
-            own = _group(ids_ptr, other, SLOTS, GROUPS)[None, :] == group[:, None]
-            count += tl.sum(own.to(tl.int32), 1)
-        tl.store(sizes_ptr + group, count, mask=group < GROUPS)
+        held = ((group[None, :] == own) & (slot < SLOTS)[None, :]).to(tl.int32)
+        rows = row + tl.cumsum(held, 1) - held
+        at = tl.sum(rows * held, 0)  # a slot has one group at most
+        here = tl.sum(held, 0) > 0
+        tl.store(row_ptr + slot, tl.where(group < GROUPS, at, -1), mask=here)
+        tl.store(token_ptr + at, slot // PICKS, mask=here)
+        row += tl.sum(held, 1, keep_dims=True)
+    tl.store(sizes_ptr + own, row - first, mask=own < GROUPS)
 
 
 @jit
@@ -73,8 +60,10 @@ def schedule_rows(ids: Int[Array, "t x"], groups: int) -> RowSchedule:
     """`slot_order.schedule_rows`, for at least one slot."""
     slots = ids.size
     out = tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((slots,), ids.shape, (groups,)))
-    constants = {"SLOTS": slots, "PICKS": ids.shape[1], "GROUPS": groups, "BLOCK": _BLOCK, "CHUNK": _CHUNK}
-    grid = (-(-slots // _BLOCK) + -(-groups // _BLOCK),)
+    block = 1 if groups <= _FEW_GROUPS else 8
+    chunk = min(_CHUNK // block, max(32, 1 << (slots - 1).bit_length()))
+    constants = {"SLOTS": slots, "PICKS": ids.shape[1], "GROUPS": groups, "BLOCK": block, "CHUNK": chunk}
+    grid = (-(-(groups + 1) // block),)
     written = triton_call(
         schedule, ids, out=out, grid=grid, target=capability(), warps=4, stages=1, constants=constants
     )

@@ -19,12 +19,14 @@ from pallas_kernels import (
     Situ,
     SwiGLU,
     combine_rows,
+    explain,
     gather_rows,
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
     schedule_rows,
     situ_and_mul,
+    stable_top_k,
     swiglu_and_mul,
     to_kernel_layout,
 )
@@ -225,12 +227,13 @@ def test_rows_gathered_and_added_up(slots: int, columns: int, dtype: Any) -> Non
     mine, other = (combine_rows(*given, implementation=name) for name in ("triton", "xla"))
     assert_close(mine, other, Tolerance(1e-6))
     assert not np.asarray(mine)[2].any()
-    tokens = jnp.asarray(rng.integers(0, len(rows), 9), jnp.int32)
-    assert_same_bits(gather_rows(given[0], tokens, implementation="triton"), given[0][tokens])
+    schedule = schedule_rows(jnp.asarray(rng.integers(-1, 4, (len(rows), slots)), jnp.int32), 4)
+    held = int(schedule.group_sizes.sum())
+    gathered = gather_rows(given[0], schedule, implementation="triton")
+    assert_same_bits(gathered[:held], given[0][schedule.token[:held]])
     batch = jax.vmap(lambda x: combine_rows(x, *given[1:], implementation="triton"))(given[0][None])
     assert_same_bits(batch[0], mine)
-    for nothing in (given[0][:0], given[0][:, :0]):
-        assert gather_rows(nothing, tokens[:0], implementation="triton").shape == (0, nothing.shape[1])
+    assert gather_rows(given[0][:, :0], schedule, implementation="triton").shape == (schedule.token.size, 0)
 
 
 def test_the_gradient_of_a_sum_of_rows() -> None:
@@ -247,13 +250,30 @@ def test_the_gradient_of_a_sum_of_rows() -> None:
     jax.tree.map(lambda mine, other: assert_close(mine, other, Tolerance(1e-6)), gradient("triton"), gradient("xla"))
 
 
-@pytest.mark.parametrize(("tokens", "picks", "groups"), [(1, 16, 896), (37, 16, 112), (5, 3, 2)])
-def test_slots_sorted_by_comparing(tokens: int, picks: int, groups: int) -> None:
+@pytest.mark.parametrize("quantize", [quantize_mxfp8, quantize_fp8_token], ids=["mxfp8", "fp8_token"])
+def test_scales_move_with_their_rows(quantize: Any) -> None:
+    x = quantize(jax.random.normal(jax.random.key(5), (4, 96)))
+    schedule = schedule_rows(jnp.asarray([[1, 0], [0, 2], [2, 1], [0, 1]], jnp.int32), 3)
+    gathered = gather_rows(x, schedule, implementation="triton")
+    jax.tree.map(lambda rows, tokens: assert_same_bits(rows, tokens[schedule.token]), gathered, x)
+
+
+@pytest.mark.parametrize(("tokens", "picks", "groups"), [(1, 16, 896), (37, 16, 112), (5, 3, 2), (150, 16, 300)])
+def test_slots_sorted_in_one_kernel(tokens: int, picks: int, groups: int) -> None:
     ids = jnp.asarray(np.random.default_rng(tokens).integers(-2, groups + 2, (tokens, picks)), jnp.int32)
     mine, other = (schedule_rows(ids, groups, implementation=name) for name in ("triton", "xla"))
     jax.tree.map(np.testing.assert_array_equal, mine, other)
 
 
-def test_slots_that_are_too_many_to_compare() -> None:
-    with pytest.raises(NotImplementedError, match="16400 slots"):
-        schedule_rows(jnp.zeros((1025, 16), jnp.int32), 4, implementation="triton")
+@pytest.mark.parametrize(("columns", "k"), [(896, 16), (7, 7), (1, 1)])
+def test_the_largest_of_each_row(columns: int, k: int) -> None:
+    values = np.random.default_rng(columns).integers(-9, 9, (5, columns)).astype(np.float32)
+    values[0] = [(np.nan, -0.0, np.inf, 0.0, -np.inf)[i % 5] for i in range(columns)]
+    mine, other = (stable_top_k(jnp.asarray(values), k, implementation=name) for name in ("triton", "xla"))
+    np.testing.assert_array_equal(mine, other)
+
+
+def test_rows_that_registers_do_not_hold() -> None:
+    assert explain("stable_top_k", x=jnp.zeros((2, 896))).chosen == "triton"
+    assert "longer than the 4096" in explain("stable_top_k", x=jnp.zeros((2, 5000))).others["triton"]
+    assert "takes float32" in explain("stable_top_k", x=jnp.zeros((2, 8), jnp.bfloat16)).others["triton"]

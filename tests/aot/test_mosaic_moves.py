@@ -11,6 +11,7 @@ from annotations import unchecked_annotations
 from compiled_mosaic import Target
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels import mosaic_moves
 
 WIDE, NUMBER = "ld.global.nc.L1::no_allocate.v4.b32", "ld.global.nc.b32"
@@ -31,16 +32,22 @@ def ptx_of(function: Any, operands: tuple[Any, ...], target: Target, folder: Pat
     return ptx
 
 
-@pytest.mark.parametrize("rows", [128, 131072])
-def test_rows_are_copied_sixteen_bytes_at_a_time(
-    rows: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("form", ["bf16", "mxfp8", "fp8_token"])
+def test_a_token_is_read_once_and_written_to_each_of_its_rows(
+    form: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    operands = ((rows // 16, 3584), jnp.bfloat16), ((rows,), jnp.int32)
-    ptx = ptx_of(mosaic_moves.gather_rows, operands, target, tmp_path)
-    each = 1 if rows == 128 else 2
-    assert sorted(re.findall(r"ld\.global\S*", ptx)) == [WIDE] * each + [NUMBER] * each
-    assert len(re.findall(r"st\.global\S*", ptx)) == len(re.findall(r"st\.global\.v4\.b32", ptx)) == each
+
+    def gather(positions: jax.Array, *leaves: jax.Array) -> Any:
+        x: Any = leaves[0] if form == "bf16" else (MXFP8Array if form == "mxfp8" else TokenScaledArray)(*leaves)
+        return mosaic_moves.gather_rows(x, positions, 1024)
+
+    values = (64, 3584), jnp.bfloat16 if form == "bf16" else jnp.float8_e4m3fn
+    scales = {"bf16": (), "mxfp8": (((64, 112), jnp.uint8),), "fp8_token": (((64, 1), jnp.float32),)}[form]
+    ptx = ptx_of(gather, (((64, 16), jnp.int32), values, *scales), target, tmp_path)
+    assert sorted(re.findall(r"ld\.global\S*", ptx)) == [WIDE] + [NUMBER] * (16 + len(scales))
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 16
+    assert len(re.findall(r"st\.global\S*", ptx)) == 16 * (1 + len(scales))
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(8, 16), (8192, 16), (64, 20)])

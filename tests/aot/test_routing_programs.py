@@ -13,7 +13,7 @@ from hlo import Program
 
 from k3jax import K3Config
 from k3jax.routing import Router, pick_experts
-from pallas_kernels import combine_rows, gather_rows, schedule_rows
+from pallas_kernels import RowSchedule, combine_rows, gather_rows, schedule_rows
 
 CONFIG = K3Config.from_pretrained(Path(__file__).parents[1] / "data" / "k3-config.json")
 EXPERTS, PICKS, LATENT = 896, 16, 3584
@@ -32,6 +32,10 @@ def places(tokens: int) -> Any:
     return shape_of(tokens, PICKS, dtype=jnp.int32)
 
 
+def order(tokens: int) -> RowSchedule:
+    return RowSchedule(shape_of(tokens * PICKS, dtype=jnp.int32), places(tokens), shape_of(112, dtype=jnp.int32))
+
+
 def numbers(*shape: int, dtype: Any = jnp.float32) -> Any:
     return shape_of(*shape, dtype=dtype)
 
@@ -42,7 +46,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]], 
     "schedule": (lambda ids: schedule_rows(ids, 112), lambda t: (places(t),), 6),
     "gather": (
         gather_rows,
-        lambda t: (numbers(t, LATENT, dtype=jnp.bfloat16), shape_of(t * PICKS, dtype=jnp.int32)),
+        lambda t: (numbers(t, LATENT, dtype=jnp.bfloat16), order(t)),
         1,
     ),
     "combine": (

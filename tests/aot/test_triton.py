@@ -165,19 +165,20 @@ def test_rows_move_sixteen_bytes_at_a_time(
     from pallas_kernels.row_kernels import triton_moves
 
     monkeypatch.setattr(triton_moves, "capability", lambda: target)
-    rows, tokens = shape_of(16384, 3584, dtype=jnp.dtype(dtype)), shape_of(16384, dtype=jnp.int32)
+    rows = shape_of(16384, 3584, dtype=jnp.dtype(dtype))
     places, weights = (shape_of(1024, 16, dtype=kind) for kind in (jnp.int32, jnp.float32))
     if op == "gather":
-        compiled = program(triton_moves.gather_rows, (rows, tokens), gpus, target)
+        tokens = shape_of(1024, 3584, dtype=jnp.dtype(dtype))
+        compiled = program(lambda x, at: triton_moves.gather_rows(x, at, 16384), (tokens, places), gpus, target)
     else:
         compiled = program(triton_moves.combine_rows, (rows, places, weights), gpus, target)
     wide = re.findall(r"ld\.global\S*v4\.b32", compiled.ptx)
     of_rows = (1 if dtype == "bfloat16" else 2) * (1 if op == "gather" else 16)
     assert len(wide) == of_rows
-    # Beside the rows, a number for each, and a weight; nothing twice.
-    assert len(re.findall(r"ld\.global", compiled.ptx)) == of_rows + (1 if op == "gather" else 2 * 16)
-    assert len(re.findall(r"st\.global\S*v4\.b32", compiled.ptx)) == (1 if op == "gather" else 2)
-    assert len(re.findall(r"st\.global", compiled.ptx)) == (1 if op == "gather" else 2)
+    # Beside the rows, a place for each, and a weight; nothing twice.
+    assert len(re.findall(r"ld\.global", compiled.ptx)) == of_rows + (16 if op == "gather" else 2 * 16)
+    assert len(re.findall(r"st\.global\S*v4\.b32", compiled.ptx)) == (16 if op == "gather" else 2)
+    assert len(re.findall(r"st\.global", compiled.ptx)) == (16 if op == "gather" else 2)
     assert compiled.products == set()
     assert compiled.spilled == 0
     assert compiled.shared_memory <= 2048, "sums are turned round for their store, at most"
@@ -195,6 +196,19 @@ def test_slots_are_sorted_in_one_kernel(slots: int, target: int, gpus: Gpus, mon
     assert compiled.spilled == 0
     assert "atom" not in compiled.ptx
     assert compiled.shared_memory <= 8192
+
+
+@pytest.mark.parametrize("tokens", [1, 1024])
+@pytest.mark.parametrize("target", SHARED_MEMORY)
+def test_picks_are_one_kernel(tokens: int, target: int, gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pallas_kernels.row_kernels import triton_top_k
+
+    monkeypatch.setattr(triton_top_k, "capability", lambda: target)
+    values = shape_of(tokens, 896, dtype=jnp.float32)
+    compiled = program(lambda values: triton_top_k.top_k(values, 16), (values,), gpus, target)
+    assert compiled.products == set()
+    assert compiled.spilled == 0
+    assert compiled.shared_memory <= 1024
 
 
 @pytest.mark.parametrize(
