@@ -21,8 +21,9 @@ _FASTEST_FIRST = {
     "swiglu_and_mul": ("mosaic", "xla", "triton", "reference"),
     "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
     "quantize_fp8_token": ("mosaic", "xla", "triton", "reference"),
-    "stable_top_k": ("triton", "xla", "reference"),
-    "schedule_rows": ("triton", "xla", "reference"),
+    # xla before triton: XLA does not put jax-triton's calls into a CUDA graph, so that they part a decode step's.
+    "stable_top_k": ("xla", "triton", "reference"),
+    "schedule_rows": ("xla", "triton", "reference"),
     "gather_rows": ("mosaic", "triton", "xla", "reference"),
     "combine_rows": ("mosaic", "xla", "triton", "reference"),
 }
@@ -140,8 +141,8 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
     if op != "grouped_matmul":
         from pallas_kernels import row_kernels
 
-        if x is not None and name == "triton" and op == "stable_top_k":
-            return row_kernels.top_k().why_not(x)
+        if x is not None and name == "triton" and op in row_kernels.ORDERS:
+            return row_kernels.orders(op).why_not(x)
         if name != "mosaic" or x is None:
             return None
         kernels = row_kernels.moves(name) if op in row_kernels.MOVES else row_kernels.of(name)

@@ -30,7 +30,7 @@ def stable_top_k(values: Float[Array, "t n"], k: int, *, implementation: str | N
     values = jax.lax.stop_gradient(values)
     chosen = select.choose("stable_top_k", implementation, x=values)
     if chosen == "triton" and values.size and k:
-        kernel = row_kernels.top_k().top_k
+        kernel = row_kernels.orders("stable_top_k").top_k
         return jax.custom_batching.sequential_vmap(lambda values: kernel(values, k))(values)
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
     if chosen != "reference":

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import explain, schedule_rows, select
+from pallas_kernels import schedule_rows
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -28,9 +28,3 @@ def test_no_slot_and_a_batch() -> None:
     ids = jnp.asarray([[[2, 0], [1, 2]], [[-1, 0], [0, 0]]], jnp.int32)
     batch = jax.vmap(lambda ids: schedule_rows(ids, 3))(ids)
     np.testing.assert_array_equal(batch.row, [[[2, 0], [1, 3]], [[-1, 0], [1, 2]]])
-
-
-def test_the_kernel_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert explain("schedule_rows").chosen == "xla"
-    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, recipe: None)
-    assert explain("schedule_rows").chosen == "triton"

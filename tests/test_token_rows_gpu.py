@@ -54,7 +54,7 @@ def test_rows_are_their_tokens(kernel: str, form: str, tokens: int, picks: int, 
 
 @pytest.mark.parametrize(
     ("tokens", "groups"),
-    [(1, 896), (8, 112), (64, 112), (1024, 112), (1024, 896), (1031, 300), (8192, 112), (8192, 896)],
+    [(1, 896), (8, 112), (64, 112), (256, 112), (256, 896), (151, 300)],
 )
 def test_slots_sorted_in_one_kernel(tokens: int, groups: int) -> None:
     ids = jax.random.randint(jax.random.key(tokens), (tokens, 16), -1, groups)

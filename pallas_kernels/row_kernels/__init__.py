@@ -4,6 +4,7 @@ from typing import Any
 
 IMPLEMENTATIONS = ("mosaic", "triton")
 MOVES = ("gather_rows", "combine_rows")
+ORDERS = ("schedule_rows", "stable_top_k")
 
 
 def of(implementation: str) -> Any:
@@ -28,15 +29,12 @@ def moves(implementation: str) -> Any:
     return triton_moves
 
 
-def schedule() -> Any:
-    """The module of the kernel that sorts slots, imported like the others."""
-    from pallas_kernels.row_kernels import triton_schedule
+def orders(op: str) -> Any:
+    """The module of the kernel of an op of `ORDERS`, imported like the others."""
+    if op == "schedule_rows":
+        from pallas_kernels.row_kernels import triton_schedule
 
-    return triton_schedule
-
-
-def top_k() -> Any:
-    """The module of the kernel that picks the largest of a row, imported like the others."""
+        return triton_schedule
     from pallas_kernels.row_kernels import triton_top_k
 
     return triton_top_k

@@ -1,9 +1,11 @@
 """A Triton kernel that sorts slots by their groups in one launch: each program finds the slots of its own groups.
 
 A program counts the slots of the groups before its own, which is where its rows begin, and then goes through all slots
-once more and numbers those of its groups. That is a comparison of every slot with every group, which takes less than
-the launches of a sort. Integers throughout, and nothing is shared, so the result does not depend on any order of work.
+once more and numbers those of its groups. That is a comparison of every slot with every group, which for a few
+thousand slots takes less than the launches of a sort. Integers throughout, and nothing is shared, so the result does not depend on any order of work.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,16 @@ from jaxtyping import Array, Int
 from pallas_kernels.slot_order import RowSchedule
 from pallas_kernels.triton_call import capability, jit, triton_call
 
+MOST_SLOTS = 4096  # for more, the launches of a sort take less
 _FEW_GROUPS = 256  # as many have a program each; of more, 8 share one, and with it the reading of all slots
 _CHUNK = 2048  # slots and groups that a program compares at a time
+
+
+def why_not(ids: Any) -> str | None:
+    """Why the kernel cannot take `ids`; None if it can."""
+    if ids.size > MOST_SLOTS:
+        return f"ids has {ids.size} slots, and comparing each with every group is quick up to {MOST_SLOTS}"
+    return None
 
 
 @jit
