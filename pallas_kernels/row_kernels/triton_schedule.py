@@ -2,7 +2,8 @@
 
 A program counts the slots of the groups before its own, which is where its rows begin, and then goes through all slots
 once more and numbers those of its groups. That is a comparison of every slot with every group, which for a few
-thousand slots takes less than the launches of a sort. Integers throughout, and nothing is shared, so the result does not depend on any order of work.
+thousand slots takes less than the launches of a sort. Integers throughout, and nothing is shared, so the result does
+not depend on any order of work.
 """
 
 from typing import Any
