@@ -17,46 +17,22 @@ The same kernel runs in Mosaic's interpreter, where `hopper.plain` replaces the 
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import tuned
-from pallas_kernels.grouped_matmul.config import REGISTERS, Tuning
-from pallas_kernels.grouped_matmul.hopper import products
+from pallas_kernels.grouped_matmul.config import Tuning
+from pallas_kernels.grouped_matmul.hopper import roles
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
-from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile, WrittenFormat
-from pallas_kernels.grouped_matmul.mosaic_parts.walk import for_each_tile
+from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, WrittenFormat
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels.mosaic_rows import dequantize_mxfp8
 from pallas_kernels.situ import Activation
 
 _LEAST_ROWS = 32  # rows of the largest tensor copy
-
-
-@runtime_checkable
-class Steps(Protocol):
-    """What differs between the GPU and the interpreter."""
-
-    @property
-    def x_smem(self) -> Any: ...
-
-    def start(self) -> None: ...
-    def constants(self) -> tuple[Any, ...]: ...
-    def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]: ...
-    def fill(self, ring: Ring, tile: Tile, step: Any) -> None: ...
-    def drain(self, filled: Any) -> None: ...
-    def await_full(self, ring: Ring) -> None: ...
-    def release(self, slot: Any, condition: Any) -> None: ...
-    def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any: ...
-    def zeros(self, width: int) -> Any: ...
-    def add(self, total: Any, partial: Any) -> Any: ...
-    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None: ...
 
 
 def grouped_matmul(
@@ -148,58 +124,18 @@ def _geometry(
 
 
 def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Any]:
+    make: Any
     if interpret is None:
         from pallas_kernels.grouped_matmul.hopper.native import NativeSteps, scratch
 
-        make: Any = NativeSteps
+        make = NativeSteps
     else:
         from pallas_kernels.grouped_matmul.hopper.plain import PlainSteps, scratch
 
         make = PlainSteps
-
-    def grouped_matmul_hopper(*refs: Any, **memory: Any) -> None:
-        inputs, out = refs[: 4 + scaled], refs[4 + scaled :]
-        x, w, sizes, exponents = inputs[:4]
-        steps = make(shape, x, w, sizes, exponents, inputs[4] if scaled else None, out, **memory)
-        steps.start()
-        role = lax.axis_index("warpgroup")
-        consumers = shape.tuning.warpgroups
-        pl.when(role == consumers)(functools.partial(_produce, shape, steps, multiprocessors))
-        pl.when(role < consumers)(functools.partial(_consume, shape, steps, multiprocessors, role))
-
-    return plgpu.kernel(
-        grouped_matmul_hopper,
-        out_type=shape.results,
-        grid=(multiprocessors,),
-        grid_names=("block",),
-        num_threads=shape.tuning.warpgroups + 1,
-        thread_name="warpgroup",
-        interpret=interpret,
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        scratch_types=scratch(shape),
-    )
-
-
-def _produce(shape: Geometry, steps: Steps, blocks: int) -> None:
-    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][1], action="decrease")
-
-    def run(tile: Tile) -> None:
-        def step(i: Any, ring: Ring) -> Ring:
-            steps.fill(ring, tile, i)
-            return shape.next(ring)
-
-        lax.fori_loop(0, shape.k_steps, step, shape.ring_at(tile))
-
-    steps.drain(for_each_tile(shape, steps, blocks, run) * shape.k_steps)
-
-
-def _consume(shape: Geometry, steps: Steps, blocks: int, warpgroup: Any) -> None:
-    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][0], action="increase")
-    constants = steps.constants()
-
-    def run(tile: Tile) -> None:
-        products.multiply(shape, steps, warpgroup, tile, constants)
-
-    for_each_tile(shape, steps, blocks, run)
+    inputs: tuple[str, ...] = ("x_gmem", "w_gmem", "sizes_gmem", "exponents_gmem")
+    if scaled:
+        inputs += ("scales_gmem",)
+    else:
+        make = functools.partial(make, scales_gmem=None)
+    return roles.kernel("grouped_matmul_hopper", shape, make, scratch(shape), inputs, multiprocessors, interpret)

@@ -97,29 +97,43 @@ class NativeSteps:
     def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
         """One thread waits for the slot, and starts the copies of weights and rows for K step `step`."""
         shape, tuning = self.shape, self.shape.tuning
-        unit = tile.group * (shape.n // 64) + tile.column * tuning.row_units
-        width = shape.width(tile.rows)
         refs = (self.w_gmem, self.x_gmem, self.w_smem, self.x_smem, self.barriers)
-        types = [plgpu.RefType()] * 5
-        types[3] = plgpu.RefType(shape.x_transforms)
+        transforms: tuple[Any, ...] = ((), (), self.w_transforms, shape.x_transforms, ())
+        types = [plgpu.RefType(each) for each in transforms]
 
-        @plgpu.inline_mgpu(arg_types=(*types, *(SCALAR,) * 6))
+        @plgpu.inline_mgpu(arg_types=(*types, *(SCALAR,) * 7))
         def emit(ctx: Any, *args: Any) -> None:
             w_gmem, x_gmem, w_smem, x_smem, barriers = args[:5]
-            slot, parity, unit, k_unit, row, width = (scalar(v) for v in args[5:])
+            slot, parity, group, column, k_unit, row, width = (scalar(v) for v in args[5:])
             with utils.when(equal(thread(), 0)):
                 full, empty = _barrier_pair(barriers, slot, shape)
                 await_phase(empty, arith.xori(parity, constant(1)))  # at first of the phase before: no wait
                 x_bytes = mul(width, LINE_BYTES * shape.subtiles)
-                ptx(
-                    "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-                    full,
-                    add(x_bytes, tuning.row_units * tuning.k_units * UNIT_BYTES),
-                )
-                copies.copy_weights(shape, global_address(w_gmem), shared_address(w_smem), slot, unit, k_unit, full)
+                arrive = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
+                ptx(arrive, full, add(x_bytes, self.weight_bytes))
+                self.copy_weights(ctx, w_gmem, w_smem, (slot, group, column, k_unit), full)
                 copies.copy_rows(ctx, shape, x_gmem, x_smem, slot, k_unit, row, width, full)
 
-        emit(*refs, ring.slot, ring.parity, unit, step * tuning.k_units, tile.row, width)
+        k_unit = step * tuning.k_units
+        emit(*refs, ring.slot, ring.parity, tile.group, tile.column, k_unit, tile.row, shape.width(tile.rows))
+
+    @property
+    def w_transforms(self) -> tuple[Any, ...]:
+        """Of the weights' shared memory."""
+        return ()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that fill a slot."""
+        return self.shape.tuning.row_units * self.shape.tuning.k_units * UNIT_BYTES
+
+    def copy_weights(self, ctx: Any, source: Value, target: Value, where: tuple[Value, ...], full: Value) -> None:
+        """Starts the copies of weights; `where` is (slot, group, column block, first unit of K)."""
+        del ctx
+        shape = self.shape
+        slot, group, column, k_unit = where
+        unit = add(mul(group, shape.n // 64), mul(column, shape.tuning.row_units))
+        copies.copy_weights(shape, global_address(source), shared_address(target), slot, unit, k_unit, full)
 
     def drain(self, filled: Any) -> None:
         """Nothing: a block may end while the consumers' last releases are on their way."""

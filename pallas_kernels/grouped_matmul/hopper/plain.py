@@ -33,10 +33,9 @@ def scratch(shape: Geometry) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainSteps(PlainMemory):
-    """As `NativeSteps`."""
+class RingSteps(PlainMemory):
+    """The steps that don't depend on the weights."""
 
-    operand_smem: Any
     empty: Any
 
     def fill(self, ring: Ring, tile: Tile, step: Any) -> None:
@@ -52,6 +51,23 @@ class PlainSteps(PlainMemory):
     def release(self, slot: Any, condition: Any) -> None:
         pl.when(jnp.bool_(condition))(lambda: plgpu.barrier_arrive(self.empty.at[slot]))
 
+    def zeros(self, width: int) -> Any:
+        return jnp.zeros((64, width), jnp.float32)
+
+    def add(self, total: Any, partial: Any) -> Any:
+        return total + partial
+
+    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
+        for unit, accumulator in enumerate(accumulators):
+            self.store_unit(accumulator, tile, 0, self.shape.out_column(tile, warpgroup, unit))
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSteps(RingSteps):
+    """As `NativeSteps`."""
+
+    operand_smem: Any
+
     def operand(self, ring: Ring, warpgroup: Any, unit: int, subtile: int, index: int, constants: Any) -> Any:
         """The decoded weights, in one of the warpgroup's two buffers: the product before may still read the other."""
         del constants
@@ -62,13 +78,3 @@ class PlainSteps(PlainMemory):
         target[...] = jnp.concatenate(units, axis=1)
         plgpu.commit_smem()
         return target
-
-    def zeros(self, width: int) -> Any:
-        return jnp.zeros((64, width), jnp.float32)
-
-    def add(self, total: Any, partial: Any) -> Any:
-        return total + partial
-
-    def store(self, warpgroup: Any, tile: Tile, accumulators: list[Any]) -> None:
-        for unit, accumulator in enumerate(accumulators):
-            self.store_unit(accumulator, tile, 0, self.shape.out_column(tile, warpgroup, unit))

@@ -54,13 +54,8 @@ def copy_rows(
     full: Value,
 ) -> None:
     """Tensor copies of 32, 16 and 8 rows of 128 bytes that make up `width` rows from any row on; zeros beyond x."""
-    index = ir.IndexType.get()
-    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), wide(full))
-    barrier = utils.BarrierRef(pointer, constant(0), None, 1)
+    barrier = barrier_at(full)
     block = mul(slot, shape.tuning.widest // 8)
-
-    def as_index(value: Value) -> Value:
-        return arith.index_castui(index, value)
 
     def copy(rows: int, done: Value) -> None:
         for s in range(shape.subtiles):
@@ -87,3 +82,13 @@ def copy_rows(
         with ir.InsertionPoint(loop.body):
             copy(rows, add(done, mul(arith.index_castui(i32(), loop.induction_variable), rows)))
             scf.yield_([])
+
+
+def barrier_at(address: Value) -> Any:
+    """The barrier at a shared address, as Mosaic's copies take one."""
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), wide(address))
+    return utils.BarrierRef(pointer, constant(0), None, 1)
+
+
+def as_index(value: Value) -> Value:
+    return arith.index_castui(ir.IndexType.get(), value)

@@ -112,6 +112,10 @@ class Geometry[Cut: Sizes]:
         """Tiles of a group of `size` rows."""
         return schedule.row_tiles(size, self.tuning.widest) * self.column_blocks
 
+    def place(self, local: Any, size: Any) -> tuple[Any, Any, Any]:
+        """(column block, first row, rows) of a tile of a group, both counted from the group's first."""
+        return schedule.place(local, size, self.tuning.widest)
+
     def width(self, rows: Any) -> Any:
         """The compiled width at which a tile of `rows` rows runs."""
         width = jnp.int32(self.tuning.widest)

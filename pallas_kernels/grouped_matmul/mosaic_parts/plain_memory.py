@@ -63,13 +63,7 @@ class PlainMemory:
     def copy(self, ring: Ring, tile: Tile, step: Any) -> None:
         """Starts the copies of weights and rows for K step `step` to an empty slot."""
         tuning = self.shape.tuning
-        unit = tile.column * tuning.row_units
-        lines = tuning.k_units * WORD_ROWS
-        plgpu.copy_gmem_to_smem(
-            self.w_gmem.at[tile.group, pl.ds(unit, tuning.row_units), pl.ds(step * lines, lines)],
-            self.w_smem.at[ring.slot],
-            self.full.at[ring.slot],
-        )
+        self.copy_weights(ring, tile, step)
 
         def rows(width: int) -> None:
             for s in range(self.shape.subtiles):
@@ -84,6 +78,16 @@ class PlainMemory:
         branches = [functools.partial(rows, width) for width in tuning.widths]
         branches[0]() if len(branches) == 1 else lax.switch(chosen, branches)
 
+    def copy_weights(self, ring: Ring, tile: Tile, step: Any) -> None:
+        tuning = self.shape.tuning
+        unit = tile.column * tuning.row_units
+        lines = tuning.k_units * WORD_ROWS
+        plgpu.copy_gmem_to_smem(
+            self.w_gmem.at[tile.group, pl.ds(unit, tuning.row_units), pl.ds(step * lines, lines)],
+            self.w_smem.at[ring.slot],
+            self.full.at[ring.slot],
+        )
+
     def await_full(self, ring: Ring) -> None:
         plgpu.barrier_wait(self.full.at[ring.slot])
 
@@ -94,16 +98,24 @@ class PlainMemory:
 
     def store_unit(self, sums: Any, tile: Tile, first: Any, column: Any) -> None:
         """Stores a unit's sums `[64, rows]`, of the tile's rows from `first` on: those that exist."""
-        factor = jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])
-        results = self._results(sums.T * factor, tile, first)
+        results = self._results(sums.T * self.factor(tile), tile, first)
 
         def store_row(r: Any, _: None) -> None:
             for result, out in zip(results, self.out_gmem, strict=True):
                 columns_each = self.shape.out_columns // out.shape[1]  # 32 for the scales of MXFP8
                 row = lax.dynamic_index_in_dim(result, r, keepdims=False)
-                out[tile.row + first + r, pl.ds(column // columns_each, row.size)] = row
+                self.store_row(out, tile, tile.row + first + r, column // columns_each, row)
 
         lax.fori_loop(0, jnp.minimum(tile.rows - first, sums.shape[1]), store_row, None)
+
+    def factor(self, tile: Tile) -> Any:
+        """What the sums count times."""
+        return jnp.ldexp(jnp.float32(1), self.exponents_gmem[tile.group])
+
+    def store_row(self, out: Any, tile: Tile, at: Any, column: Any, row: Any) -> None:
+        """Stores a unit's columns of row `at` of the result."""
+        del tile
+        out[at, pl.ds(column, row.size)] = row
 
     def _results(self, y: Any, tile: Tile, first: Any) -> tuple[Any, ...]:
         """A unit's sums `[rows, 64]` in the result's format; rows that do not exist hold anything."""

@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.grouped_matmul import schedule
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Tile
 
 
@@ -19,7 +18,7 @@ def for_each_tile(shape: Geometry, steps: Any, blocks: int, run: Callable[[Tile]
 
     def step(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         number, count, group, first_tile, first_row, size = carry
-        column, row, rows = schedule.place(number - first_tile, size, shape.tuning.widest)
+        column, row, rows = shape.place(number - first_tile, size)
         run(Tile(count, group, column, first_row + row, rows))
         return number + blocks, count + 1, *steps.locate(number + blocks, group)
 
