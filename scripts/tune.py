@@ -2,9 +2,10 @@
 
 python scripts/tune.py --op w13 --recipe w4a16 --rows 128,2048 --json tuned.json
 
-Candidates are the splits of a block's rows of N over warpgroups, stage depths and row tiles that fit the shape. All are
-timed back to back on every distribution of the rows, the best of them then several times in turn; the winner has the
-least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k, mma, gated,
+Candidates are the splits of a block's rows of N over warpgroups, stage depths and row tiles that fit the shape; with
+`--together` calls of several launches, which share the groups out by what a full tile of each was measured to cost. All
+are timed back to back on every distribution of the rows, the best of them then several times in turn; the winner has
+the least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k, mma, gated,
 tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case first. `--winners FILE` puts the
 fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may share a GPU:
 each times while it holds `--lock FILE`.
@@ -16,6 +17,7 @@ import dataclasses
 import datetime
 import fcntl
 import functools
+import itertools
 import json
 import statistics
 import time
@@ -46,6 +48,20 @@ _NARROW = 40  # rows a group up to which a tile has one width, and four warpgrou
 _LIMITS = (152, 136, 120, 104, 80)  # of a row tile
 _MOST_WIDTHS = 3
 _MOST_STAGES = 10
+# Launches of one call, (widths, warpgroups, units of each, units of K in a stage): for large groups, for middling and
+# for small ones.
+_LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
+    "bf16": (
+        ((tuple(range(24, 153, 16)), 2, 2, 2),),
+        ((tuple(range(16, 81, 16)), 4, 1, 4), ((80,), 4, 1, 4)),
+        (((40,), 4, 1, 4), ((24,), 4, 1, 4)),
+    ),
+    "e4m3": (
+        (((152,), 2, 1, 4), ((120,), 2, 2, 4)),
+        (((80,), 2, 2, 4), ((80,), 3, 1, 4)),
+        (((40,), 4, 1, 4), ((24,), 4, 1, 4)),
+    ),
+}
 _FINALISTS = 3
 
 
@@ -62,6 +78,42 @@ def candidates(case: Case) -> list[Tuning]:
             if fits and tuning not in found:
                 found.append(tuning)
     return found
+
+
+def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
+    """The tuning that a call gets now, and calls of two and three launches, whose tiles' costs are measured here."""
+    assert case.groups is not None
+    mma, gated = RECIPES[case.recipe], case.op == "w13"
+
+    def fitting(launches: Iterable[tuple[tuple[int, ...], int, int, int]]) -> list[Tuning]:
+        tunings = [_with_most_stages(Tuning(*launch, 2), mma, gated, w.shape[0]) for launch in launches]
+        return [
+            each for each in tunings if each.reason_against(case.columns, case.depth, mma, gated, w.shape[0]) is None
+        ]
+
+    large, middling, small = (fitting(launches) for launches in _LAUNCHES[mma])
+    launches = [*large, *middling, *small]
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        calls = list(pool.map(functools.partial(_full_tiles, case, w), launches))
+    cost = {each: max(1, round(100 * _back_to_back(call))) for each, call in zip(launches, calls, strict=True)}
+    found = [tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning]
+    for choice in itertools.product(large, [*middling, None], [*small, None]):
+        first, *others = (dataclasses.replace(each, cost=cost[each]) for each in choice if each is not None)
+        if others:
+            found.append(dataclasses.replace(first, others=tuple(others)))
+    return found
+
+
+def _full_tiles(case: Case, w: KernelWeights, tuning: Tuning) -> Callable[[], Any]:
+    """A call in which each expert has the rows of one full tile."""
+    full = dataclasses.replace(case, rows=tuning.widest * w.shape[0], distribution="uniform")
+    x, sizes = quantized_rows(full, make_rows(full)), jnp.asarray(full.group_sizes)
+    return functools.partial(_compiled(full, w, tuning, x, sizes), x, w, sizes)
+
+
+def _compiled(case: Case, w: KernelWeights, tuning: Tuning, x: Any, sizes: Any) -> Any:
+    call = functools.partial(grouped_matmul, activation=KIMI if case.op == "w13" else None, tuning=tuning)
+    return jax.jit(call).lower(x, w, sizes).compile()
 
 
 def _row_tiles(mean: int, mma: Mma) -> list[tuple[int, ...]]:
@@ -86,8 +138,10 @@ def _with_most_stages(tuning: Tuning, mma: Mma, gated: bool, groups: int) -> Tun
     return tuning
 
 
-def time_cases(cases: list[Case], w: KernelWeights, rounds: int, jobs: int, lock: Any) -> list[dict[str, Any]]:
-    """A record for each of the best candidates and for the heuristic's, the fastest first.
+def time_cases(
+    cases: list[Case], w: KernelWeights, tunings: list[Tuning], rounds: int, jobs: int, lock: Any
+) -> list[dict[str, Any]]:
+    """A record for each of the best tunings and for the first, the fastest first.
 
     The cases differ in the distribution of their rows.
     """
@@ -96,10 +150,8 @@ def time_cases(cases: list[Case], w: KernelWeights, rounds: int, jobs: int, lock
     sizes = {str(case.distribution): jnp.asarray(case.group_sizes) for case in cases}
 
     def compiled(tuning: Tuning) -> Any:
-        call = functools.partial(grouped_matmul, activation=KIMI if first.op == "w13" else None, tuning=tuning)
-        return jax.jit(call).lower(x, w, next(iter(sizes.values()))).compile()
+        return _compiled(first, w, tuning, x, next(iter(sizes.values())))
 
-    tunings = candidates(first)
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         programs = dict(zip(tunings, pool.map(compiled, tunings), strict=True))
     calls = {
@@ -115,7 +167,7 @@ def time_cases(cases: list[Case], w: KernelWeights, rounds: int, jobs: int, lock
     records = []
     for tuning in finalists:
         us = {name: statistics.median(turn[tuning][name] for turn in turns) for name in sizes}
-        records.append(_record(first, w, tuning, us, tuning == tunings[0]))
+        records.append(_record(first, w, tuning, us))
     return sorted(records, key=lambda record: sum(record["us"].values()))
 
 
@@ -137,8 +189,9 @@ def _times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
     return {name: _back_to_back(call) for name, call in calls.items()}
 
 
-def _record(case: Case, w: KernelWeights, tuning: Tuning, us: dict[str, float], heuristic: bool) -> dict[str, Any]:
-    _, n, k = w.shape
+def _record(case: Case, w: KernelWeights, tuning: Tuning, us: dict[str, float]) -> dict[str, Any]:
+    groups, n, k = w.shape
+    heuristic = tuning == choose_tuning(case.rows, groups, n, k, w.mma, w.gated)
     return {
         **{name: getattr(case, name) for name in ("op", "recipe", "groups", "rows")},
         "n": n,
@@ -177,6 +230,7 @@ def tune(
     rows: Annotated[str, typer.Option(help="Routed rows, comma separated.")] = "128,2048,16384,65536",
     groups: Annotated[int, typer.Option(min=1, help="Experts on the device.")] = 112,
     distribution: Annotated[str, typer.Option(help="Of uniform, zipf and hot, comma separated.")] = "uniform,zipf,hot",
+    several: Annotated[bool, typer.Option("--together", help="Search calls of several launches.")] = False,
     rounds: Annotated[int, typer.Option(min=3, help="Times that the best are timed in turn.")] = 7,
     jobs: Annotated[int, typer.Option(min=1, help="Tunings compiled at a time.")] = 4,
     lock: Annotated[Path | None, typer.Option(help="File to hold while the GPU is timed.")] = None,
@@ -199,10 +253,11 @@ def tune(
                 w = jax.block_until_ready(to_kernel_layout(experts, recipe=each, gated=name == "w13"))
                 del experts
             for same in cases:
-                timed = time_cases(same, w, rounds, jobs, functools.partial(_held, lock))
+                tunings = together(same[0], w, jobs) if several else candidates(same[0])
+                timed = time_cases(same, w, tunings, rounds, jobs, functools.partial(_held, lock))
                 records += timed
-                heuristic = next(record for record in timed if record["heuristic"])
-                for what, record in (("heuristic", heuristic), ("best", timed[0])):
+                present = next(record for record in timed if tuned.read_tuning(record) == tunings[0])
+                for what, record in (("as it is" if several else "heuristic", present), ("best", timed[0])):
                     us = ", ".join(f"{part} {value:.1f} us" for part, value in record["us"].items())
                     console.print(f"{name} {each} {same[0].rows} rows, {what}: {us} with {tuned.read_tuning(record)}")
                 if json_file is not None:

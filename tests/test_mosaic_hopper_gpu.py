@@ -42,6 +42,7 @@ TUNINGS = (
     Tuning((120,), 2, 2, 4, 2),
     Tuning((24,), 4, 2, 2, 3),
     Tuning((8, 40), 1, 2, 2, 4),
+    Tuning((152,), 2, 1, 2, 3, (Tuning((24, 40), 4, 1, 4, 3, cost=3), Tuning((80,), 2, 2, 2, 3, cost=4)), cost=6),
 )
 kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
 

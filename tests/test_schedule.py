@@ -67,3 +67,16 @@ def test_traced_integers_give_what_python_integers_give(size: int, widest: int, 
 def test_heights_are_what_the_docstring_says(size: int, widest: int, heights: list[int]) -> None:
     tiles = schedule.row_tiles(size, widest)
     assert [schedule.place(i, size, widest)[2] for i in range(tiles)] == heights
+
+
+LAUNCHES = st.lists(st.tuples(WIDEST, st.integers(1, 900)), min_size=1, max_size=4).map(tuple)
+
+
+@settings(max_examples=50)
+@given(size=st.integers(0, 3000), launches=LAUNCHES)
+def test_a_group_is_the_launch_s_whose_tiles_cost_least(size: int, launches: tuple[tuple[int, int], ...]) -> None:
+    costs = [-(-size // widest) * cost for widest, cost in launches]
+    chosen = schedule.cheapest(size, launches)
+    assert costs[chosen] == min(costs)
+    assert min(costs) not in costs[:chosen]
+    assert int(schedule.cheapest(jnp.int32(size), launches)) == chosen

@@ -27,6 +27,9 @@ class Tuning:
         units: units of 64 rows of N that each of them has.
         k_units: units of 64 columns of K in a pipeline stage.
         stages: pipeline stages.
+        others: how further launches of the same call cut theirs; none of them has others. A group is computed by the
+            launch whose tiles cost it least, so that few rows don't pay for tiles that many want, nor the reverse.
+        cost: of a tile, beside those of the other launches.
 
     Raises:
         ValueError: a value that no shape could use.
@@ -37,6 +40,8 @@ class Tuning:
     units: int
     k_units: int
     stages: int
+    others: tuple["Tuning", ...] = ()
+    cost: int = 1
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.widths, self.widths[1:], strict=False))
@@ -48,10 +53,17 @@ class Tuning:
             raise ValueError(f"{self} needs at least one unit and two stages")
         if self.widest > _WIDEST_PRODUCT:
             raise ValueError(f"{self} has tiles of more than {_WIDEST_PRODUCT} rows, wgmma's limit")
+        if self.cost < 1 or any(other.others for other in self.others):
+            raise ValueError(f"{self} has a tile that costs nothing, or other launches within others")
 
     @property
     def widest(self) -> int:
         return self.widths[-1]
+
+    @property
+    def launches(self) -> tuple["Tuning", ...]:
+        """This one and the others."""
+        return dataclasses.replace(self, others=()), *self.others
 
     @property
     def row_units(self) -> int:
@@ -80,7 +92,10 @@ class Tuning:
         if not self.sums_fit(mma):
             return f"{self.units} x {self.widest} sums are more than its warpgroups have registers for"
         needed = shared_memory(self, mma, gated, groups)
-        return None if needed <= SHARED_MEMORY else f"{needed} bytes of shared memory exceed {SHARED_MEMORY}"
+        if needed > SHARED_MEMORY:
+            return f"{needed} bytes of shared memory exceed {SHARED_MEMORY}"
+        reasons = (other.reason_against(n, k, mma, gated, groups) for other in self.others)
+        return next((reason for reason in reasons if reason is not None), None)
 
 
 def widest(warpgroups: int, units: int, mma: Mma) -> int:

@@ -69,12 +69,19 @@ def grouped_matmul(
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
     values, scales = _rows(x, w.mma, dequantize_mxfp8 if interpret is None else MXFP8Array.dequantize)
-    shape = _geometry(values.shape[0], w, activation, out_format, tuning)
-    padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
+    rows = values.shape[0]
+    padded = jnp.pad(values, ((0, max(0, _LEAST_ROWS - rows)), (0, 0)))
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
     operands = [padded, w.words, group_sizes.astype(jnp.int32), w.exponents, *([] if scales is None else [scales])]
-    result = _kernel(shape, scales is not None, multiprocessors, interpret)(*operands)
+    shapes = _geometries(rows, w, activation, out_format, tuning)
+    if len(shapes) == 1:
+        result = _kernel(shapes[0], scales is not None, multiprocessors, interpret)(*operands)
+    else:  # Each launch writes the rows of its groups.
+        written = [jax.new_ref(jax.lax.empty(part.shape, part.dtype)) for part in shapes[0].results]
+        for shape in shapes:
+            _kernel(shape, scales is not None, multiprocessors, interpret)(*operands, *written)
+        result = [jax.freeze(part) for part in written]
     return MXFP8Array(*result) if out_format == "mxfp8" else result[0]
 
 
@@ -115,12 +122,15 @@ def _rows(
     return (dequantize(x) if isinstance(x, MXFP8Array) else x), None
 
 
-def _geometry(
+def _geometries(
     rows: int, w: KernelWeights, activation: Activation | None, out_format: WrittenFormat, tuning: Tuning | None
-) -> Geometry:
+) -> list[Geometry]:
+    """Of each launch."""
     groups, n, k = w.shape
     used = tuning or tuned.choose(rows, groups, n, k, w.mma, w.gated).tuning
-    return Geometry(rows, groups, n, k, w.mma, activation, out_format, used)
+    launches = tuple((launch.widest, launch.cost) for launch in used.launches) if used.others else ()
+    problem = rows, groups, n, k, w.mma, activation, out_format
+    return [Geometry(*problem, launch, launches, number) for number, launch in enumerate(used.launches)]
 
 
 def _kernel(shape: Geometry, scaled: bool, multiprocessors: int, interpret: Any) -> Callable[..., Any]:

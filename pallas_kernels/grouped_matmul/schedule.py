@@ -3,6 +3,7 @@
 A group of `size` rows is cut into the fewest row tiles that `widest` allows, all of one height, a multiple of 8; the
 last has what is left. Tiles are numbered group by group, within a group column block by column block, and within a
 column block row tile by row tile, so that neighbours in time share weights, then rows. An empty group has no tile.
+Where a call is several launches with tiles of different widths, each group is one launch's, and empty in the others.
 
     for tile in range(walker, total, walkers):        # what each block of the persistent grid does
 
@@ -49,3 +50,15 @@ def narrowest[Count: (int, jax.Array)](rows: Count, widths: tuple[int, ...]) -> 
     if isinstance(rows, int):
         return sum(rows > width for width in widths[:-1])
     return sum(((rows > width).astype(jnp.int32) for width in widths[:-1]), jnp.int32(0))
+
+
+def cheapest[Count: (int, jax.Array)](size: Count, launches: tuple[tuple[int, int], ...]) -> Count:
+    """Which of the launches, each of (widest tile, cost of a tile), computes a group: the first of the cheapest."""
+    costs = [row_tiles(size, widest) * cost for widest, cost in launches]
+    if isinstance(size, int):
+        return costs.index(min(costs))
+    best, index = costs[0], jnp.int32(0)
+    for number, cost in enumerate(costs[1:], 1):
+        index = jnp.where(cost < best, number, index)
+        best = jnp.minimum(cost, best)
+    return index

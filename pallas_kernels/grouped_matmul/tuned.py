@@ -31,12 +31,21 @@ def choose(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool) -> Cho
     """
     winner = _winners().get((n, k, mma, gated, mean_width(rows, groups)))
     if winner is not None:
-        tuning = read_tuning(winner)
-        for stages in range(tuning.stages, 1, -1):  # more groups need longer tables in shared memory
-            shorter = dataclasses.replace(tuning, stages=stages)
-            if shorter.reason_against(n, k, mma, gated, groups) is None:
-                return Choice(shorter, "measured on {device}, jax {jax}, {date}".format(**winner))
+        fitted = [_fitted(launch, n, k, mma, gated, groups) for launch in read_tuning(winner).launches]
+        first, *others = filter(None, fitted)
+        if len(others) + 1 == len(fitted):
+            tuning = dataclasses.replace(first, others=tuple(others))
+            return Choice(tuning, "measured on {device}, jax {jax}, {date}".format(**winner))
     return Choice(choose_tuning(rows, groups, n, k, mma, gated), "by the heuristic: none was measured for these sizes")
+
+
+def _fitted(tuning: Tuning, n: int, k: int, mma: Mma, gated: bool, groups: int) -> Tuning | None:
+    """The tuning with as many stages as fit: more groups need longer tables in shared memory."""
+    for stages in range(tuning.stages, 1, -1):
+        shorter = dataclasses.replace(tuning, stages=stages)
+        if shorter.reason_against(n, k, mma, gated, groups) is None:
+            return shorter
+    return None
 
 
 def key(record: dict[str, Any]) -> tuple[int, int, Mma, bool, int]:
@@ -46,7 +55,12 @@ def key(record: dict[str, Any]) -> tuple[int, int, Mma, bool, int]:
 
 
 def read_tuning(record: dict[str, Any]) -> Tuning:
-    return Tuning(**record["tuning"] | {"widths": tuple(record["tuning"]["widths"])})
+    return _tuning(record["tuning"])
+
+
+def _tuning(fields: dict[str, Any]) -> Tuning:
+    others = tuple(_tuning(other) for other in fields.get("others", ()))
+    return Tuning(**fields | {"widths": tuple(fields["widths"]), "others": others})
 
 
 @functools.cache

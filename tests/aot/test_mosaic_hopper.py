@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
 from pallas_kernels.grouped_matmul import tuned
-from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
+from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, Tuning
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import WrittenFormat
@@ -108,3 +108,24 @@ def test_the_program_is_the_one_we_think_it_is(
     # Rows in another format are cast before the kernel; nothing else is kept.
     cast = case.rows * k * 2 if case.token_scales and case.mma == "bf16" else 0
     assert program.memory_analysis().temp_size_in_bytes <= cast + (1 << 20)
+
+
+LAUNCHES = Tuning((152,), 2, 1, 4, 3, (Tuning((80,), 2, 2, 4, 3, cost=4), Tuning((40,), 4, 1, 4, 3, cost=3)), cost=6)
+
+
+@pytest.mark.parametrize("out_format", ["bf16", "mxfp8"])
+def test_launches_of_one_call_write_one_result_and_keep_nothing(
+    out_format: WrittenFormat, hopper: jax.sharding.Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    monkeypatch.setattr(tuned, "choose", lambda *sizes: tuned.Choice(LAUNCHES, "a test"))
+    case = Case("w13", "e4m3", 16384, KIMI, token_scales=True, out_format=out_format)
+    program = compiled(case, hopper)
+    widths = {
+        re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)", file.read_text()) for file in tmp_path.glob("*.ptx")
+    }
+    assert sorted(found[1] for found in widths if found) == ["152", "40", "80"]
+    assert all("0 bytes spill stores" in file.read_text() for file in tmp_path.glob("*.ptxas"))
+    memory = program.memory_analysis()
+    assert memory.temp_size_in_bytes <= 1 << 20
+    assert " copy(" not in program.as_text()

@@ -47,7 +47,10 @@ def kernel(
     blocks: int,
     interpret: Any,
 ) -> Callable[..., Any]:
-    """A kernel of `blocks` blocks of the steps `make(shape=, **references)`, whose operands have the names `inputs`."""
+    """A kernel of `blocks` blocks of the steps `make(shape=, **references)`, whose operands have the names `inputs`.
+
+    One of a call's several launches takes references to what all of them write after those, and has no results.
+    """
 
     def body(*refs: Any, **memory: Any) -> None:
         operands = dict(zip(inputs, refs, strict=False))
@@ -61,7 +64,7 @@ def kernel(
     body.__name__ = name
     return plgpu.kernel(
         body,
-        out_type=shape.results,
+        out_type=() if shape.launches else shape.results,
         grid=(blocks,),
         grid_names=("block",),
         num_threads=shape.tuning.warpgroups + 1,

@@ -54,7 +54,10 @@ class Sizes(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Geometry[Cut: Sizes]:
-    """Static sizes. `n` and `k` are the weights', `rows` x's."""
+    """Static sizes. `n` and `k` are the weights', `rows` x's.
+
+    `launches` are the (widest tile, cost of a tile) of a call's launches if there are several; `launch` is this one.
+    """
 
     rows: int
     groups: int
@@ -64,6 +67,8 @@ class Geometry[Cut: Sizes]:
     activation: Activation | None
     out_format: WrittenFormat
     tuning: Cut
+    launches: tuple[tuple[int, int], ...] = ()
+    launch: int = 0
 
     @property
     def gated(self) -> bool:
@@ -109,8 +114,11 @@ class Geometry[Cut: Sizes]:
         return (jax.ShapeDtypeStruct((self.rows, self.out_columns), dtype),)
 
     def tiles(self, size: Any) -> Any:
-        """Tiles of a group of `size` rows."""
-        return schedule.row_tiles(size, self.tuning.widest) * self.column_blocks
+        """Tiles of a group of `size` rows in this launch."""
+        tiles = schedule.row_tiles(size, self.tuning.widest) * self.column_blocks
+        if not self.launches:
+            return tiles
+        return jnp.where(schedule.cheapest(size, self.launches) == self.launch, tiles, 0)
 
     def place(self, local: Any, size: Any) -> tuple[Any, Any, Any]:
         """(column block, first row, rows) of a tile of a group, both counted from the group's first."""

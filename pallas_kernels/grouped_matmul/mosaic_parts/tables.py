@@ -20,6 +20,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     arith,
     both,
     constant,
+    equal,
     i32,
     left,
     less,
@@ -109,8 +110,9 @@ def build(shape: Geometry, sizes: Value, table: Value) -> None:
         inside = less(group, shape.groups)
         address = arith.addi(sizes, wide(left(arith.minsi(group, constant(shape.groups - 1)), 2)))
         rows = arith.select(inside, ptx("ld.global.b32 $0, [$1];", address, out=i32(), volatile=True), constant(0))
-        widest = shape.tuning.widest
-        tiles = mul(arith.divui(add(rows, widest - 1), constant(widest)), shape.column_blocks)
+        tiles = mul(_row_tiles(rows, shape.tuning.widest), shape.column_blocks)
+        if shape.launches:
+            tiles = arith.select(equal(_cheapest(rows, shape.launches), shape.launch), tiles, constant(0))
         for distance in (1, 2, 4, 8, 16):
             rows, tiles = (add(v, _from_lower_lane(v, distance)) for v in (rows, tiles))
         tiles, rows = add(tiles, carry[0]), add(rows, carry[1])
@@ -120,6 +122,21 @@ def build(shape: Geometry, sizes: Value, table: Value) -> None:
         last = "shfl.sync.idx.b32 $0, $1, 31, 31, 0xffffffff;"
         tiles, rows = (ptx(last, v, out=i32(), volatile=True) for v in (tiles, rows))
         return tiles, rows
+
+
+def _row_tiles(rows: Value, widest: int) -> Value:
+    """`schedule.row_tiles`."""
+    return arith.divui(add(rows, widest - 1), constant(widest))
+
+
+def _cheapest(rows: Value, launches: tuple[tuple[int, int], ...]) -> Value:
+    """`schedule.cheapest`."""
+    costs = [mul(_row_tiles(rows, widest), cost) for widest, cost in launches]
+    best, index = costs[0], constant(0)
+    for number, cost in enumerate(costs[1:], 1):
+        index = arith.select(less(cost, best), constant(number), index)
+        best = arith.minsi(cost, best)
+    return index
 
 
 def _from_lower_lane(value: Value, distance: int) -> Value:
