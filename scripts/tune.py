@@ -48,21 +48,13 @@ _NARROW = 40  # rows a group up to which a tile has one width, and four warpgrou
 _LIMITS = (152, 136, 120, 104, 80)  # of a row tile
 _MOST_WIDTHS = 3
 _MOST_STAGES = 10
-# Launches of one call, (widths, warpgroups, units of each, units of K in a stage): for large groups, for middling and
-# for small ones.
-_LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
-    "bf16": (
-        ((tuple(range(24, 153, 16)), 2, 2, 2),),
-        ((tuple(range(16, 81, 16)), 4, 1, 4), ((80,), 4, 1, 4)),
-        (((40,), 4, 1, 4), ((24,), 4, 1, 4)),
-    ),
-    "e4m3": (
-        (((152,), 2, 1, 4), ((120,), 2, 2, 4)),
-        (((80,), 2, 2, 4), ((80,), 3, 1, 4)),
-        (((40,), 4, 1, 4), ((24,), 4, 1, 4)),
-    ),
-}
 _FINALISTS = 3
+# Launches that a call may have, (widths, warpgroups, units of each, units of K in a stage), those for the largest groups
+# first: of each kind one or, but of the first, none.
+_LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
+    "bf16": (((tuple(range(24, 153, 16)), 2, 2, 2),), ((tuple(range(16, 81, 16)), 4, 1, 4),), (((40,), 4, 1, 4),)),
+    "e4m3": ((((152,), 2, 1, 4), ((120,), 2, 2, 4)), (((120,), 2, 2, 4),), (((80,), 2, 2, 4),), (((40,), 4, 1, 4),)),
+}
 
 
 def candidates(case: Case) -> list[Tuning]:
@@ -81,7 +73,7 @@ def candidates(case: Case) -> list[Tuning]:
 
 
 def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
-    """The tuning that a call gets now, and calls of two and three launches, whose tiles' costs are measured here."""
+    """The tuning that a call gets now, and calls of several launches, whose tiles' costs are measured here."""
     assert case.groups is not None
     mma, gated = RECIPES[case.recipe], case.op == "w13"
 
@@ -91,16 +83,16 @@ def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
             each for each in tunings if each.reason_against(case.columns, case.depth, mma, gated, w.shape[0]) is None
         ]
 
-    large, middling, small = (fitting(launches) for launches in _LAUNCHES[mma])
-    launches = [*large, *middling, *small]
+    kinds = [fitting(launches) for launches in _LAUNCHES[mma]]
+    launches = list(dict.fromkeys(itertools.chain(*kinds)))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = list(pool.map(functools.partial(_full_tiles, case, w), launches))
     cost = {each: max(1, round(100 * _back_to_back(call))) for each, call in zip(launches, calls, strict=True)}
     found = [tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning]
-    for choice in itertools.product(large, [*middling, None], [*small, None]):
-        first, *others = (dataclasses.replace(each, cost=cost[each]) for each in choice if each is not None)
-        if others:
-            found.append(dataclasses.replace(first, others=tuple(others)))
+    for choice in itertools.product(kinds[0], *([None, *kind] for kind in kinds[1:])):
+        asked = [dataclasses.replace(each, cost=cost[each]) for each in choice if each is not None]
+        if len(set(asked)) == len(asked) > 1:
+            found.append(dataclasses.replace(asked[0], others=tuple(asked[1:])))
     return found
 
 
