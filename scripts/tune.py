@@ -49,8 +49,8 @@ _LIMITS = (152, 136, 120, 104, 80)  # of a row tile
 _MOST_WIDTHS = 3
 _MOST_STAGES = 10
 _FINALISTS = 3
-# Launches that a call may have, (widths, warpgroups, units of each, units of K in a stage), those for the largest groups
-# first: of each kind one or, but of the first, none.
+# Launches that a call may have: (widths, warpgroups, units of each, units of K in a stage), those for the largest
+# groups first; of each kind one or, but of the first, none.
 _LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
     "bf16": (((tuple(range(24, 153, 16)), 2, 2, 2),), ((tuple(range(16, 81, 16)), 4, 1, 4),), (((40,), 4, 1, 4),)),
     "e4m3": ((((152,), 2, 1, 4), ((120,), 2, 2, 4)), (((120,), 2, 2, 4),), (((80,), 2, 2, 4),), (((40,), 4, 1, 4),)),
