@@ -117,6 +117,13 @@ def test_what_is_wrong_with_a_large_index_is_found(names: list[str]) -> None:
     assert "layers.7." not in str(inventory.missing)
 
 
+def test_of_an_empty_index_each_layer_misses_what_its_kind_has() -> None:
+    missing = classify([], K3Config.from_dict(tiny_config(layers=3))).missing
+    assert missing[0] == ["mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"]
+    assert missing[1] == missing[2]
+    assert len(missing[1]) == 8 + 6 * 4
+
+
 def test_the_release_s_shapes() -> None:
     config = K3Config.from_dict(release_values())
     dense = {

@@ -170,7 +170,7 @@ def _mismatches(missing: list[str], unknown: list[str]) -> list[str]:
 
 def _read_index(path: Path, folder: Path) -> dict[str, str]:
     names = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(file_name, str) for file_name in names.values()):
+    if not isinstance(names, dict) or not set(map(type, names.values())) <= {str}:
         raise ValueError(f"{path}: weight_map must be an object that maps tensor names to file names")
     for file_name in set(names.values()):
         _require_local(file_name, folder)

@@ -12,9 +12,8 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -58,10 +57,10 @@ DTYPES: dict[str, np.dtype] = {
     "C64": np.dtype("<c8"),
 }
 _BITS |= {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()}
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-@dataclass(frozen=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """What a header says of one tensor. `begin` and `end` are bytes from the start of the file's data section."""
 
     dtype: str
@@ -250,56 +249,54 @@ def _metadata(value: object, path: Path) -> dict[str, str]:
     return value
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
 def _entry(value: object, data_bytes: int) -> TensorEntry:
     """What a header says of a tensor. Raises ValueError, which leaves it to the caller to name the tensor."""
-    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise ValueError("expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
         raise ValueError(f"unknown dtype {shown(dtype)}; known are {', '.join(sorted(_BITS))}")
-    if not isinstance(shape, list) or len(shape) > MAX_RANK or not all(_is_count(size) for size in shape):
-        raise ValueError(f"shape must be a list of at most {MAX_RANK} non-negative integers, got {shown(shape)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_count(offset) for offset in offsets):
+    bits = _bits(dtype, shape)
+    begin, end = offsets if isinstance(offsets, list) and len(offsets) == 2 else (None, None)
+    if type(begin) is not int or type(end) is not int or begin < 0 or end < 0:  # A bool is an instance of int.
         raise ValueError(f"data_offsets must be two non-negative integers, got {shown(offsets)}")
-    begin, end = offsets
     if begin > end:
         raise ValueError(f"data_offsets begin after their end: {begin} > {end}")
     if end > data_bytes:
         raise ValueError(
             f"ends at byte {end} of the data, the file has {data_bytes}: it is truncated; download it again"
         )
-    _check_bytes(shape, dtype, end - begin)
+    if bits != 8 * (end - begin):
+        raise ValueError(f"{dtype} shape {shape} needs {bits / 8:g} bytes, data_offsets span {end - begin}")
     return TensorEntry(dtype, tuple(shape), begin, end)
 
 
-def _check_bytes(shape: list[int], dtype: str, stored: int) -> None:
+def _bits(dtype: str, shape: object) -> int:
+    """Size of a tensor in bits, if that is what a shape may be."""
+    sizes = shape if isinstance(shape, list) and len(shape) <= MAX_RANK else [None]
     elements = 1
-    for size in shape:  # Stop early: the product of a hostile shape has thousands of digits.
-        elements *= max(size, 1)
-        if elements > MAX_ELEMENTS:
+    for size in sizes:
+        if type(size) is not int or size < 0:
+            raise ValueError(f"shape must be a list of at most {MAX_RANK} non-negative integers, got {shown(shape)}")
+        elements *= size or 1
+        if elements > MAX_ELEMENTS:  # Stop early: the product of a hostile shape has thousands of digits.
             raise ValueError(f"{dtype} shape {shown(shape)} has too many elements")
-    needed = 0 if 0 in shape else elements * _BITS[dtype]
-    if needed != 8 * stored:
-        raise ValueError(f"{dtype} shape {shape} needs {needed / 8:g} bytes, data_offsets span {stored}")
+    return 0 if 0 in sizes else elements * _BITS[dtype]
 
 
 def _check_layout(entries: Mapping[str, TensorEntry], data_bytes: int, path: Path) -> None:
     """Tensors tile the data: no byte belongs to two of them, or to none (a second file could hide in a hole)."""
     at, last = 0, None
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin < at:
+    for begin, end, name in sorted((entry.begin, entry.end, name) for name, entry in entries.items()):
+        if begin < at:
             raise ValueError(
-                f"{path}: tensor {shown(name)} overlaps {_named(last)}: it begins at byte {entry.begin}, before {at}"
+                f"{path}: tensor {shown(name)} overlaps {_named(last)}: it begins at byte {begin}, before {at}"
             )
-        if entry.begin > at:
+        if begin > at:
             raise ValueError(
-                f"{path}: bytes {at} to {entry.begin}, between {_named(last)} and {_named(name)}, belong to no tensor"
+                f"{path}: bytes {at} to {begin}, between {_named(last)} and {_named(name)}, belong to no tensor"
             )
-        at, last = entry.end, name
+        at, last = end, name
     if at != data_bytes:
         raise ValueError(f"{path}: {data_bytes - at} bytes after {_named(last)} belong to no tensor")
 

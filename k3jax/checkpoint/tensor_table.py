@@ -12,6 +12,7 @@ the release keeps plain and a derived checkpoint packs. The router is plain ever
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,6 +25,7 @@ MAX_TENSORS = 4_000_000  # Eight times the release's; a config that asks for mor
 MOE = "block_sparse_moe."
 EXPERTS = MOE + "experts."
 ROUTER = MOE + "gate"
+_READ = ("mlp.", MOE)
 _NOTHING: frozenset[str] = frozenset()
 _NAME = re.compile(r"(?:language_model\.)?model\.layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.DOTALL)
 _LAYER_SCOPE = (
@@ -71,6 +73,7 @@ class Inventory:
 
     Attributes:
         mlp: layer -> suffix -> full name, of the tensors that k3jax reads.
+        tables: layer -> what the tensors of its MLP must be; layers that hold the same ones share a table.
         out_of_scope: class -> names, of the parts of the model that k3jax does not compute.
         doubled: names that say the same thing twice (under both prefixes, or plain as well as packed).
         unknown: names that belong to nothing k3jax knows of.
@@ -78,6 +81,7 @@ class Inventory:
     """
 
     mlp: dict[int, dict[str, str]] = field(default_factory=dict)
+    tables: dict[int, LayerTable] = field(default_factory=dict)
     out_of_scope: dict[str, list[str]] = field(default_factory=dict)
     doubled: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -133,13 +137,19 @@ def classify(names: Iterable[str], config: K3Config) -> Inventory:
     """Gives every name of a checkpoint exactly one class, and lists what is missing."""
     require_countable(config)
     inventory = Inventory()
-    found: dict[int, dict[str, list[str]]] = {}
+    found: dict[int, dict[str, str]] = defaultdict(dict)
+    again: dict[int, dict[str, list[str]]] = {}  # The further names of suffixes that are there under both prefixes.
     for name in names:
         located = split_name(name)
         if located is None or located[0] >= config.num_hidden_layers:
             label = None if located else _model_class(name)
-        elif located[1].startswith(("mlp.", MOE)):
-            found.setdefault(located[0], {}).setdefault(located[1], []).append(name)
+        elif located[1].startswith(_READ):
+            layer, suffix = located
+            here = found[layer]
+            if suffix in here:
+                again.setdefault(layer, {}).setdefault(suffix, []).append(name)
+            else:
+                here[suffix] = name
             continue
         else:
             label = out_of_scope_class(located[1])
@@ -148,20 +158,29 @@ def classify(names: Iterable[str], config: K3Config) -> Inventory:
         else:
             inventory.out_of_scope.setdefault(label, []).append(name)
     for layer in range(config.num_hidden_layers):
-        _classify_layer(inventory, config, layer, found.get(layer, {}))
+        here, before = found[layer], found[layer - 1]
+        if layer and config.is_moe(layer) == config.is_moe(layer - 1) and here.keys() == before.keys():
+            inventory.tables[layer] = inventory.tables[layer - 1]  # as it is for most layers
+        else:
+            inventory.tables[layer] = layer_table(config, layer, here)
+        _classify_layer(inventory, layer, here, again.get(layer, {}))
     return inventory
 
 
-def _classify_layer(inventory: Inventory, config: K3Config, layer: int, found: dict[str, list[str]]) -> None:
-    table = layer_table(config, layer, found)
+def _classify_layer(inventory: Inventory, layer: int, found: dict[str, str], again: dict[str, list[str]]) -> None:
+    table = inventory.tables[layer]
+    if not again and not table.stored_twice and found.keys() == table.specs.keys():
+        inventory.mlp[layer] = found
+        return
+    stored_twice = set(table.stored_twice)
     matched: dict[str, str] = {}
-    for suffix, full_names in found.items():
-        if len(full_names) > 1 or suffix in table.stored_twice:
-            inventory.doubled.extend(full_names)
+    for suffix, name in found.items():
+        if suffix in again or suffix in stored_twice:
+            inventory.doubled += [name, *again.get(suffix, ())]
         elif suffix in table.specs:
-            matched[suffix] = full_names[0]
+            matched[suffix] = name
         else:
-            inventory.unknown.extend(full_names)
+            inventory.unknown.append(name)
     if matched:
         inventory.mlp[layer] = matched
     missing = [suffix for suffix in table.specs if suffix not in found]

@@ -14,7 +14,7 @@ from typing import Any
 
 from k3jax.checkpoint import Checkpoint
 from k3jax.checkpoint.safetensors_file import TensorEntry
-from k3jax.checkpoint.tensor_table import EXPERTS, MOE, Inventory, TensorSpec, classify, layer_table
+from k3jax.checkpoint.tensor_table import EXPERTS, MOE, Inventory, classify
 from k3jax.config import K3Config
 from k3jax.inspection.memory import ModelMemory, model_memory
 from k3jax.strict_json import shown
@@ -111,25 +111,26 @@ def _inspect(checkpoint: Checkpoint, sizes: MeshSizes, progress: Callable[[int, 
         "unknown": [shown(name) for name in inventory.unknown],
         "missing": [f"layer {layer}: {suffix}" for layer, names in inventory.missing.items() for suffix in names],
     }
-    entries, absent, found["unreadable shards"] = _headers(checkpoint, progress)
-    found["in the index only"] = [
-        shown(name) for name, file in checkpoint.names.items() if file in entries and name not in entries[file]
-    ]
+    headers, absent, found["unreadable shards"] = _headers(checkpoint, progress)
+    entries = {name: headers[file].get(name) for name, file in checkpoint.names.items() if file in headers}
+    found["in the index only"] = [shown(name) for name, entry in entries.items() if entry is None]
     found["in a shard only"] = [
-        f"{shown(name)} in {file}" for file, there in entries.items() for name in there if name not in checkpoint.names
+        f"{shown(name)} in {file}" for file, there in headers.items() for name in there if name not in checkpoint.names
     ]
-    flat = {name: entry for there in entries.values() for name, entry in there.items()}
-    found["wrong dtype or shape"] = list(_mismatches(config, inventory, flat))
+    read, found["wrong dtype or shape"] = _read_tensors(inventory, entries)
+    rest = [
+        _kind(label, False, [entries.get(name) for name in names]) for label, names in inventory.out_of_scope.items()
+    ]
     is_moe = {layer: config.is_moe(layer) for layer in range(config.num_hidden_layers)}
     return Inspection(
         path=checkpoint.path,
         config=config,
         tensors=len(checkpoint.names),
-        shards=len(set(checkpoint.names.values())),
+        shards=len(headers) + len(absent) + len(found["unreadable shards"]),
         absent=absent,
         dense_layers=tuple(layer for layer, moe in is_moe.items() if not moe),
         moe_layers=tuple(layer for layer, moe in is_moe.items() if moe),
-        kinds=_kinds(inventory, flat),
+        kinds=(*read, *rest),
         problems=_problems(found),
         mesh=sizes,
         memory=memory,
@@ -155,60 +156,56 @@ def _layers(memory: ModelMemory) -> Iterator[tuple[str, Any]]:
     yield from ((name, layer) for name, layer in (("dense", memory.dense), ("moe", memory.moe)) if layer is not None)
 
 
-Headers = dict[str, Mapping[str, TensorEntry]]
+Headers = dict[str, Mapping[str, TensorEntry]]  # by file
+Entries = Mapping[str, TensorEntry | None]  # by name; a tensor has None or nothing if it is not where the index says
 
 
 def _headers(
     checkpoint: Checkpoint, progress: Callable[[int, int, str], None]
 ) -> tuple[Headers, tuple[str, ...], list[str]]:
-    """The headers of all shards at hand by file name; the names of absent ones; what is wrong with unreadable ones."""
-    entries: Headers = {}
+    """The headers of all shards at hand; the names of absent ones; what is wrong with unreadable ones."""
+    headers: Headers = {}
     absent, unreadable = [], []
     files = sorted(set(checkpoint.names.values()))
     for done, file in enumerate(files):
         progress(done, len(files), "reading headers")
         try:
-            entries[file] = checkpoint.shard(file).entries
+            headers[file] = checkpoint.shard(file).entries
         except FileNotFoundError:
             absent.append(file)
         except (ValueError, OSError) as error:
             unreadable.append(str(error))
     progress(len(files), len(files), "done")
-    return entries, tuple(absent), unreadable
+    return headers, tuple(absent), unreadable
 
 
-def _mismatches(config: K3Config, inventory: Inventory, entries: Mapping[str, TensorEntry]) -> Iterator[str]:
+def _read_tensors(inventory: Inventory, entries: Entries) -> tuple[list[Kind], list[str]]:
+    """The tensors of layers' MLPs in the order of _KINDS, and what is wrong with their dtypes and shapes."""
+    found: dict[str, list[TensorEntry | None]] = {label: [] for label, _ in _KINDS}
+    wrong: list[str] = []
+    table, expected = None, {}
     for layer, names in inventory.mlp.items():
-        if not any(name in entries for name in names.values()):
-            continue
-        specs = layer_table(config, layer, names).specs
+        if inventory.tables[layer] is not table:  # Layers that are alike share one.
+            table = inventory.tables[layer]
+            expected = {suffix: (spec, found[_label(suffix)]) for suffix, spec in table.specs.items()}
         for suffix, name in names.items():
-            entry = entries.get(name)
-            if entry is not None and not _fits(entry, specs[suffix]):
-                spec = specs[suffix]
+            entry, (spec, of_kind) = entries.get(name), expected[suffix]
+            of_kind.append(entry)
+            if entry is not None and (entry.dtype not in spec.dtypes or not spec.allows(entry.shape)):
                 wanted = f"{' or '.join(spec.dtypes)} {list(spec.shape)}"
-                yield f"{shown(name)} is {entry.dtype} {list(entry.shape)}, not {wanted}"
+                wrong.append(f"{shown(name)} is {entry.dtype} {list(entry.shape)}, not {wanted}")
+    return [_kind(label, True, of_kind) for label, of_kind in found.items() if of_kind], wrong
 
 
-def _fits(entry: TensorEntry, spec: TensorSpec) -> bool:
-    return entry.dtype in spec.dtypes and spec.allows(entry.shape)
+def _label(suffix: str) -> str:
+    return next(label for label, start in _KINDS if suffix.startswith(start))
 
 
-def _kinds(inventory: Inventory, entries: Mapping[str, TensorEntry]) -> tuple[Kind, ...]:
-    """Every name of the inventory, by kind: what k3jax reads in the order of _KINDS, then the rest."""
-    names: dict[str, list[str]] = {label: [] for label, _ in _KINDS}
-    for of_layer in inventory.mlp.values():
-        for suffix, name in of_layer.items():
-            label = next(label for label, start in _KINDS if suffix.startswith(start))
-            names[label].append(name)
-    read = [_kind(label, True, of_kind, entries) for label, of_kind in names.items() if of_kind]
-    return tuple(read + [_kind(label, False, rest, entries) for label, rest in inventory.out_of_scope.items()])
-
-
-def _kind(label: str, read: bool, names: list[str], entries: Mapping[str, TensorEntry]) -> Kind:
-    here = [entries[name] for name in names if name in entries]
+def _kind(label: str, read: bool, entries: list[TensorEntry | None]) -> Kind:
+    """`entries` has None for a tensor whose shard is not there."""
+    here = [entry for entry in entries if entry is not None]
     dtypes = Counter(entry.dtype for entry in here)
-    return Kind(label, read, len(names), dict(dtypes), sum(entry.end - entry.begin for entry in here))
+    return Kind(label, read, len(entries), dict(dtypes), sum(entry.nbytes for entry in here))
 
 
 def _problems(found: Mapping[str, list[str]]) -> Problems:
