@@ -25,7 +25,7 @@ from k3jax.kernel_placement import (
     multiply_alike,
     put_experts,
 )
-from k3jax.moe_arrays import AXES
+from k3jax.moe_shapes import AXES
 from pallas_kernels import KernelWeights, MXFP4Array
 from sharding import Layout, partition_spec
 

@@ -18,7 +18,8 @@ from k3jax.expert_arrays import ExpertArrays
 from k3jax.expert_stream import ExpertReader, Memory, Progress
 from k3jax.kernel_placement import Place
 from k3jax.linear import Weight
-from k3jax.moe_arrays import AXES, MoEArrays
+from k3jax.moe_arrays import MoEArrays
+from k3jax.moe_shapes import AXES
 from k3jax.options import LoadOptions
 from k3jax.stored_weights import BF16, bf16_weight
 from pallas_kernels import fp8_block, quantize_fp8_block

@@ -22,7 +22,8 @@ from k3jax.experts import RECIPES, FrozenExperts, HowToMultiply, Weights, gate_a
 from k3jax.kernel_placement import lay_out_experts
 from k3jax.linear import linear, rms_norm, weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
-from k3jax.moe_arrays import AXES, MoEArrays, check_arrays, local_shapes
+from k3jax.moe_arrays import MoEArrays, check_arrays
+from k3jax.moe_shapes import AXES, local_shapes
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.parameters import parameter_specs, place_parameters
 from k3jax.routing import Router, Routing, pick_experts

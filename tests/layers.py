@@ -9,7 +9,7 @@ import numpy as np
 
 from k3jax import K3Config, MoE, MoEArrays
 from k3jax.experts import RECIPES
-from k3jax.moe_arrays import array_shapes
+from k3jax.moe_shapes import array_shapes
 from pallas_kernels import MXFP4Array, Situ
 
 SMALL = K3Config(

@@ -12,7 +12,7 @@ from k3jax.config import K3Config
 from k3jax.convert.named_arrays import named_arrays
 from k3jax.convert.storage import ARRAYS
 from k3jax.convert.target import LAYER, layer_folder, read_record
-from k3jax.moe_arrays import FP8_NAMES, array_shapes
+from k3jax.moe_shapes import FP8_NAMES, array_shapes
 from k3jax.strict_json import shown
 from pallas_kernels import MXFP4Array, quantize_fp8_block, to_kernel_layout
 

@@ -20,7 +20,8 @@ from k3jax.convert.target import LAYER, TARGET, converted_layers, layer_folder, 
 from k3jax.experts import RECIPES
 from k3jax.mlp import GatedMLP, mlp_layout
 from k3jax.moe import MoE, moe_layout
-from k3jax.moe_arrays import AXES, MoEArrays
+from k3jax.moe_arrays import MoEArrays
+from k3jax.moe_shapes import AXES
 from k3jax.options import DEFAULTS, LoadOptions
 from pallas_kernels import KernelWeights, MXFP4Array, from_kernel_layout, lay_out
 from sharding import Layout, partition_spec

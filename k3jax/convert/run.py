@@ -37,7 +37,7 @@ from k3jax.kernel_placement import Place
 from k3jax.layer_arrays import LayerArrays
 from k3jax.mlp import mlp_layout
 from k3jax.moe import moe_layout
-from k3jax.moe_arrays import AXES
+from k3jax.moe_shapes import AXES
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.stored_weights import log_rounding, require_storage
 from pallas_kernels import lay_out, to_kernel_layout

@@ -10,7 +10,7 @@ from flax import nnx
 from k3jax.config import K3Config
 from k3jax.mlp import random_weight
 from k3jax.moe import MoE, MoEArrays
-from k3jax.moe_arrays import array_shapes
+from k3jax.moe_shapes import array_shapes
 from pallas_kernels import MXFP4Array, Situ
 
 _CODES_RMS = 2.93  # of E2M1 values when all codes are alike

@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from k3jax.config import K3Config
-from k3jax.moe_arrays import local_shapes
+from k3jax.moe_shapes import local_shapes
 from k3jax.options import DEFAULTS, LoadOptions
 from pallas_kernels import fp8_block
 from pallas_kernels.e8m0 import BLOCK
