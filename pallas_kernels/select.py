@@ -22,8 +22,8 @@ _FASTEST_FIRST = {
     "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
     "quantize_fp8_token": ("mosaic", "xla", "triton", "reference"),
     # xla before triton: XLA does not put jax-triton's calls into a CUDA graph, so that they part a decode step's.
-    "stable_top_k": ("xla", "triton", "reference"),
-    "schedule_rows": ("xla", "triton", "reference"),
+    "stable_top_k": ("mosaic", "xla", "triton", "reference"),
+    "schedule_rows": ("mosaic", "xla", "triton", "reference"),
     "gather_rows": ("mosaic", "triton", "xla", "reference"),
     "combine_rows": ("mosaic", "xla", "triton", "reference"),
 }
@@ -55,13 +55,20 @@ class Explanation:
 
 
 def explain(
-    op: str, *, implementation: str | None = None, x: Any = None, w: Any = None, activation: Any = None
+    op: str,
+    *,
+    implementation: str | None = None,
+    x: Any = None,
+    w: Any = None,
+    activation: Any = None,
+    groups: int | None = None,
 ) -> Explanation:
     """The implementation that `op` would run when called with `implementation`, and why each other one would not.
 
     For "grouped_matmul", `x`, `w` and `activation` are its operands; without them the answer is for MXFP4 weights in
     the layout that each implementation wants, which loading a layer gives them. The other ops have one operand, `x`;
-    without it the answer is for bfloat16 rows.
+    without it the answer is for bfloat16 rows, or for few scores or slots. "schedule_rows" has `groups` too; without
+    them the answer is for few.
 
     Raises:
         ValueError: no such op, or no such implementation.
@@ -71,7 +78,7 @@ def explain(
         raise ValueError(f"op={op!r} is not one of {', '.join(_FASTEST_FIRST)}")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}, nor None")
-    reasons = {name: _why_not(op, name, x, w, activation) for name in IMPLEMENTATIONS}
+    reasons = {name: _why_not(op, name, x, w, activation, groups) for name in IMPLEMENTATIONS}
     able = [name for name in _FASTEST_FIRST[op] if reasons[name] is None]
     if implementation is not None and implementation not in able:
         raise NotImplementedError(
@@ -87,9 +94,9 @@ def explain(
     return Explanation(op, chosen, others, _how(op, chosen, x, w))
 
 
-def choose(op: str, implementation: str | None, *, x: Any = None, w: Any = None, activation: Any = None) -> str:
-    """The name `explain` gives, after one INFO log line for each new choice."""
-    chosen = explain(op, implementation=implementation, x=x, w=w, activation=activation).chosen
+def choose(op: str, implementation: str | None, **operands: Any) -> str:
+    """The name `explain` gives of these operands, after one INFO log line for each new choice."""
+    chosen = explain(op, implementation=implementation, **operands).chosen
     _log_once(op, chosen)
     return chosen
 
@@ -130,7 +137,7 @@ def _recipe(x: Any, w: Any) -> str | None:
     return "w4a8" if isinstance(x, MXFP8Array) else "w4a8_fp8" if isinstance(x, TokenScaledArray) else "w4a16"
 
 
-def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
+def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | None) -> str | None:
     if name not in _FASTEST_FIRST[op]:
         return f"{op} has no such kernel"
     recipe = _recipe(x, w) if op == "grouped_matmul" else None
@@ -141,9 +148,12 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any) -> str | None:
     if op != "grouped_matmul":
         from pallas_kernels import row_kernels
 
-        if x is not None and name == "triton" and op in row_kernels.ORDERS:
-            return row_kernels.orders(op).why_not(x)
-        if name != "mosaic" or x is None:
+        if x is None or name not in GPU_KERNELS:
+            return None
+        if op in row_kernels.ORDERS:
+            kernels = row_kernels.orders(op, name)
+            return kernels.why_not(x) if name == "triton" else kernels.why_not(op, x, groups)
+        if name == "triton":
             return None
         kernels = row_kernels.moves(name) if op in row_kernels.MOVES else row_kernels.of(name)
         return kernels.why_not(op, x)

@@ -28,16 +28,17 @@ def schedule_rows(ids: Int[Array, "t x"], groups: int, *, implementation: str | 
     Those whose id is none of `range(groups)` (-1) come last and belong to no group.
 
     Args:
-        ids: int32. implementation: "reference", "xla" (a sort), "triton" (NVIDIA GPUs from Ampere on: one kernel
+        ids: int32. implementation: "reference", "xla" (a sort), "mosaic" (Hopper and Blackwell: one kernel that
+            compares each slot with each group, 2^25 times at most), "triton" (NVIDIA GPUs from Ampere on: one kernel
             for 4,096 slots at most), or None for the fastest that can.
 
     Raises:
         ValueError: no such implementation exists.
         NotImplementedError: the named implementation cannot run this here.
     """
-    chosen = select.choose("schedule_rows", implementation, x=ids)
-    if chosen == "triton" and ids.size:
-        kernel = row_kernels.orders("schedule_rows").schedule_rows
+    chosen = select.choose("schedule_rows", implementation, x=ids, groups=groups)
+    if chosen in row_kernels.IMPLEMENTATIONS and ids.size:
+        kernel = row_kernels.orders("schedule_rows", chosen).schedule_rows
         return jax.custom_batching.sequential_vmap(lambda ids: kernel(ids, groups))(ids)
     group = jnp.where((ids >= 0) & (ids < groups), ids, groups).reshape(-1)
     row, slot = (_compared if chosen == "reference" else _sorted)(group, groups)

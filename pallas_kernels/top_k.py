@@ -19,7 +19,8 @@ def stable_top_k(values: Float[Array, "t n"], k: int, *, implementation: str | N
 
     Args:
         values: float32. k: `0 <= k <= N`. implementation: "reference" (a place is the number of values before it),
-            "xla" (a stable sort), "triton" (NVIDIA GPUs from Ampere on: one kernel), or None for the fastest that can.
+            "xla" (a stable sort), "mosaic" (Hopper and Blackwell: one kernel, of rows of 1,024 at most), "triton"
+            (NVIDIA GPUs from Ampere on: one kernel), or None for the fastest that can.
 
     Raises:
         ValueError: `k` is out of its range, or no such implementation exists.
@@ -29,8 +30,8 @@ def stable_top_k(values: Float[Array, "t n"], k: int, *, implementation: str | N
         raise ValueError(f"{k=} must be at least 0, and at most the {values.shape[1]} values of a row")
     values = jax.lax.stop_gradient(values)
     chosen = select.choose("stable_top_k", implementation, x=values)
-    if chosen == "triton" and values.size and k:
-        kernel = row_kernels.orders("stable_top_k").top_k
+    if chosen in row_kernels.IMPLEMENTATIONS and values.size and k:
+        kernel = row_kernels.orders("stable_top_k", chosen).top_k
         return jax.custom_batching.sequential_vmap(lambda values: kernel(values, k))(values)
     index = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
     if chosen != "reference":

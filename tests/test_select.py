@@ -81,6 +81,25 @@ def test_on_hopper_bfloat16_rows_get_the_kernel_and_others_xla(op: str, monkeypa
             explain(op, implementation="mosaic", x=x)
 
 
+def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
+    ids, scores = jax.ShapeDtypeStruct((8192, 16), jnp.int32), jax.ShapeDtypeStruct((2, 1024), jnp.float32)
+    assert explain("schedule_rows").chosen == explain("stable_top_k").chosen == "mosaic"
+    assert explain("schedule_rows", x=ids, groups=255).chosen == explain("stable_top_k", x=scores).chosen == "mosaic"
+    for groups, reason in ((0, "no group"), (256, "131072 slots of 256 groups are more than")):
+        explained = explain("schedule_rows", x=ids, groups=groups)
+        assert explained.chosen == "xla"
+        assert reason in explained.others["mosaic"]
+    for scores, reason in (
+        (jax.ShapeDtypeStruct((2, 1025), jnp.float32), "rows of 1025 are longer than"),
+        (jax.ShapeDtypeStruct((2, 8), jnp.bfloat16), "values are bfloat16"),
+        (jax.ShapeDtypeStruct((1 << 21, 1024), jnp.float32), "more than 1073741824 elements"),
+    ):
+        explained = explain("stable_top_k", x=scores)
+        assert explained.chosen == "xla"
+        assert reason in explained.others["mosaic"]
+
+
 def test_on_blackwell_mosaic_has_bfloat16_rows_and_triton_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = jnp.ones((2, 128), jnp.bfloat16)
     quantised = quantize_mxfp8(rows)

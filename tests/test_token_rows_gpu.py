@@ -53,10 +53,38 @@ def test_rows_are_their_tokens(kernel: str, form: str, tokens: int, picks: int, 
 
 
 @pytest.mark.parametrize(
-    ("tokens", "groups"),
-    [(1, 896), (8, 112), (64, 112), (256, 112), (256, 896), (151, 300)],
+    ("tokens", "picks", "groups"),
+    [
+        (1, 1, 1),
+        (1, 16, 896),
+        (8, 16, 112),
+        (64, 16, 112),
+        (256, 16, 896),
+        (151, 16, 300),
+        (1031, 3, 300),
+        (1024, 16, 112),
+        (1024, 16, 896),
+        (2731, 7, 5),
+        (8192, 16, 112),
+    ],
 )
-def test_slots_sorted_in_one_kernel(tokens: int, groups: int) -> None:
-    ids = jax.random.randint(jax.random.key(tokens), (tokens, 16), -1, groups)
-    mine, other = (schedule_rows(ids, groups, implementation=name) for name in ("triton", "xla"))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_slots_sorted_in_one_kernel(kernel: str, tokens: int, picks: int, groups: int) -> None:
+    """Ids of no group, negative and beyond, come last; where tokens pick at random, and where all pick the same."""
+    if kernel == "triton" and tokens * picks > 4096:
+        with pytest.raises(NotImplementedError, match="quick up to 4096"):
+            schedule_rows(jnp.zeros((tokens, picks), jnp.int32), groups, implementation=kernel)
+        return
+    ids = jax.random.randint(jax.random.key(tokens), (tokens, picks), -2, groups + 2)
+    ids = ids.at[0, 0].set(jnp.iinfo(jnp.int32).min).at[-1, -1].set(jnp.iinfo(jnp.int32).max)
+    for given in (ids, jnp.full_like(ids, groups - 1), jnp.full_like(ids, -1)):
+        other = schedule_rows(given, groups, implementation="xla")
+        for _ in range(5):
+            jax.tree.map(assert_same_bits, schedule_rows(given, groups, implementation=kernel), other)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_batch_of_schedules(kernel: str) -> None:
+    ids = jax.random.randint(jax.random.key(0), (3, 40, 5), -1, 8)
+    mine, other = (jax.vmap(lambda i, n=name: schedule_rows(i, 7, implementation=n))(ids) for name in (kernel, "xla"))
     jax.tree.map(assert_same_bits, mine, other)

@@ -29,8 +29,12 @@ def moves(implementation: str) -> Any:
     return triton_moves
 
 
-def orders(op: str) -> Any:
+def orders(op: str, implementation: str) -> Any:
     """The module of the kernel of an op of `ORDERS`, imported like the others."""
+    if implementation == "mosaic":
+        from pallas_kernels.row_kernels import mosaic_orders
+
+        return mosaic_orders
     if op == "schedule_rows":
         from pallas_kernels.row_kernels import triton_schedule
 

@@ -127,3 +127,8 @@ def address(base: Value, index: Value, size: int) -> Value:
     """Of element `index` of `size` bytes, a power of two."""
     offset = arith.shli(wide(index), arith.constant(wide(index).type, size.bit_length() - 1))
     return arith.addi(base, offset)
+
+
+def number(array: Value, index: Value) -> Value:
+    """Element `index` of an array of 32-bit elements, which neighbouring threads read too."""
+    return ptx("ld.global.nc.b32 $0, [$1];", address(array, index, 4), out=i32(), volatile=True)

@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16
 
 from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR
-from pallas_kernels.grouped_matmul.mosaic_parts.ptx import global_address, scalar
+from pallas_kernels.grouped_matmul.mosaic_parts.ptx import global_address, scalar, shared_address
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.row_kernels import emitters
 from pallas_kernels.row_kernels.emitters import THREADS, VECTOR
@@ -131,24 +131,38 @@ def block_count(vectors: int, each: int) -> int:
 
 
 def block_kernel(
-    name: str, emit: Callable[..., None], results: tuple[jax.ShapeDtypeStruct, ...], blocks: int
+    name: str,
+    emit: Callable[..., None],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    blocks: int,
+    *,
+    warpgroups: int = 1,
+    table_words: int = 0,
 ) -> Callable[..., Any]:
-    """A kernel of blocks of one warpgroup, each of which runs `emit(block, *operands, *results)` on addresses."""
+    """A kernel of blocks of one or more warpgroups, each of which runs `emit(block, *operands, *results)` on addresses.
+
+    A table of so many words in shared memory, where there is one, comes last.
+    """
 
     def body(*refs: Any) -> None:
         @plgpu.inline_mgpu(arg_types=(SCALAR, *(plgpu.RefType() for _ in refs)))
         def run(ctx: Any, block: Any, *refs: Any) -> None:
             del ctx
-            emit(scalar(block), *(global_address(ref) for ref in refs))
+            arrays, tables = refs[: len(refs) - len(scratch)], refs[len(refs) - len(scratch) :]
+            emit(scalar(block), *map(global_address, arrays), *map(shared_address, tables))
 
         run(lax.axis_index("block"), *refs)
 
+    scratch = (plgpu.SMEM((table_words,), jnp.int32),) if table_words else ()
     body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=results,
+        scratch_types=scratch,
         grid=(blocks,),
         grid_names=("block",),
+        num_threads=warpgroups if warpgroups > 1 else None,
+        thread_name="warpgroup" if warpgroups > 1 else None,
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),

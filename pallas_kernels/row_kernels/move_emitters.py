@@ -16,7 +16,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     wide,
 )
 from pallas_kernels.grouped_matmul.mosaic_parts.values import unpack
-from pallas_kernels.row_kernels.emitters import address, clamped, own_vectors
+from pallas_kernels.row_kernels.emitters import address, clamped, number, own_vectors
 
 _AT_ONCE = 16  # slots whose rows a thread asks for before it adds the first: 64 registers
 
@@ -37,9 +37,9 @@ def gathered(
     vector = _vector_if(arith.extui(i32(), in_row), x, add(mul(token, vectors_a_row), part))
     in_scales = arith.cmpi(arith.CmpIPredicate.sge, part, constant(vectors_a_row))
     word = arith.maxsi(arith.subi(part, constant(vectors_a_row)), constant(0))
-    scale = _number(arrays[1], add(mul(token, words_a_row), word)) if words_a_row else None
+    scale = number(arrays[1], add(mul(token, words_a_row), word)) if words_a_row else None
     for slot in range(slots):
-        place = _number(positions, add(mul(token, slots), slot))
+        place = number(positions, add(mul(token, slots), slot))
         wanted = arith.andi(inside, arith.cmpi(arith.CmpIPredicate.sge, place, constant(0)))
         row = arith.maxsi(place, constant(0))
         code = "st.global.v4.b32 [$0], {$1, $2, $3, $4};"
@@ -61,8 +61,8 @@ def combined(
     sums: list[Value] = [zero] * 8
     for start in range(0, slots, _AT_ONCE):
         picks = [add(first, slot) for slot in range(start, min(start + _AT_ONCE, slots))]
-        places = [_number(positions, pick) for pick in picks]
-        factors = [arith.bitcast(f32(), _number(weights, pick)) for pick in picks]
+        places = [number(positions, pick) for pick in picks]
+        factors = [arith.bitcast(f32(), number(weights, pick)) for pick in picks]
         named = [arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))) for place in places]
         loaded = [
             _vector_if(is_named, rows, add(mul(place, vectors_a_row), column))
@@ -91,11 +91,6 @@ def _in_row(array: Value, row: Value, row_bytes: int, index: Value, size: int) -
     """The address of element `index` of `size` bytes of a row; there may be more elements than 32 bits count."""
     start = arith.muli(wide(row), arith.constant(wide(row).type, row_bytes))
     return address(arith.addi(array, start), index, size)
-
-
-def _number(array: Value, index: Value) -> Value:
-    """Element `index` of an array of 32-bit elements, which neighbouring threads read too."""
-    return ptx("ld.global.nc.b32 $0, [$1];", address(array, index, 4), out=i32(), volatile=True)
 
 
 def _vector_if(condition: Value, array: Value, vector: Value) -> Sequence[Value]:
