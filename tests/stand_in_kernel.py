@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import KernelWeights, from_kernel_layout, select
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul import mosaic_hopper
-from pallas_kernels.row_kernels import mosaic_rows as row_kernels
+from pallas_kernels.row_kernels import mosaic_moves, mosaic_rows
 
 
 def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,4 +26,5 @@ def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
-    monkeypatch.setattr(row_kernels, "why_not", lambda op, x: "nothing stands in for it")
+    for kernels in (mosaic_moves, mosaic_rows):
+        monkeypatch.setattr(kernels, "why_not", lambda op, x: "nothing stands in for it")
