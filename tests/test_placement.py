@@ -14,6 +14,7 @@ from k3jax import LoadOptions, MoE
 from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout, lay_out
 
 CONFIG = small_config(hidden_size=256, routed_expert_hidden_size=256, moe_intermediate_size=128)
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 PACKED = ("w4a16", "w4a8", "w4a8_fp8")
 
 
