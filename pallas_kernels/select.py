@@ -1,7 +1,7 @@
 """Which implementation of an op runs: decided here once, for every op, and visible through `explain`.
 
 `implementation=None` takes the first of the op's implementations, fastest first, that can take the operands on this
-device. A named one runs or raises; nothing falls back.
+device. A named one runs or raises; nothing falls back. One that was never timed runs only where it is named.
 """
 
 import dataclasses
@@ -35,6 +35,9 @@ GPU_KERNELS: dict[str, dict[range, tuple[str, ...]]] = {
     "mosaic": {range(90, 91): ("w4a16", "w4a8", "w4a8_fp8"), range(100, 101): ("w4a16",)},
     "triton": {range(80, 130): ("bf16", "w4a16", "w4a8", "w4a8_fp8")},
 }
+
+# Likewise the kernels of grouped_matmul that were never timed on a GPU: they run where they are named.
+UNTIMED: dict[str, dict[range, tuple[str, ...]]] = {"mosaic": {range(90, 91): ("bf16",)}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +88,16 @@ def explain(
             f"{op} cannot run on implementation {implementation!r}: {reasons[implementation]}; "
             f"pass {' or '.join(able)}, or None to have one chosen"
         )
-    if not able:
+    untimed = [name for name in able if op == "grouped_matmul" and _untimed(name, _recipe(x, w))]
+    free = [name for name in able if name not in untimed]
+    if not free:
         details = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise NotImplementedError(f"no implementation of {op} can run these operands on this device: {details}")
-    chosen = implementation or able[0]
+    chosen = implementation or free[0]
     preferred = f"{chosen} was asked for" if implementation else f"{chosen} comes first"
-    others = {name: reason or f"can run; {preferred}" for name, reason in reasons.items() if name != chosen}
-    return Explanation(op, chosen, others, _how(op, chosen, x, w))
+    can = {name: "can run where it is named: it was never timed" if name in untimed else "can run" for name in able}
+    others = {name: reason or f"{can[name]}; {preferred}" for name, reason in reasons.items() if name != chosen}
+    return Explanation(op, chosen, others, _how(op, chosen, x, w, activation))
 
 
 def choose(op: str, implementation: str | None, **operands: Any) -> str:
@@ -109,13 +115,18 @@ def why_not_on_gpu(name: str, recipe: str | None) -> str | None:
     if unavailable or (name == "triton" and triton_call.interpreted()):
         return unavailable
     capability = triton_call.capability()
-    recipes = [some for known, some in GPU_KERNELS[name].items() if capability in known]
+    kernels = (*GPU_KERNELS[name].items(), *UNTIMED.get(name, {}).items())
+    recipes = [each for known, some in kernels if capability in known for each in some]
     if not recipes:
         known = " or ".join(_spelled(some) for some in GPU_KERNELS[name])
         return f"it is written for compute capability {known}, and this is {jax.devices()[0].device_kind}"
-    if recipe is not None and recipe not in recipes[0]:
-        return f"on this device it has {', '.join(recipes[0])}, not {recipe}"
+    if recipe is not None and recipe not in recipes:
+        return f"on this device it has {', '.join(recipes)}, not {recipe}"
     return None
+
+
+def _untimed(name: str, recipe: str | None) -> bool:
+    return any(recipe in recipes for recipes in UNTIMED.get(name, {}).values())
 
 
 def _spelled(capabilities: range) -> str:
@@ -160,11 +171,12 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | 
     if w is None:
         return None
     from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
+    from pallas_kernels.mxfp4 import MXFP4Array
 
     laid_out = isinstance(w, KernelWeights)
     if name not in GPU_KERNELS:
         return "the weights are laid out for a GPU's kernels (from_kernel_layout gives them back)" if laid_out else None
-    if name == "mosaic" and not laid_out:
+    if name == "mosaic" and isinstance(w, MXFP4Array):
         return "the weights are not in its layout (to_kernel_layout)"
     if x is None:
         return None
@@ -174,15 +186,15 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | 
         return triton_gemm.why_not(x, w, activation)
     from pallas_kernels.grouped_matmul import mosaic
 
-    return mosaic.here().why_not(x, w, activation)
+    return mosaic.here(w).why_not(x, w, activation)
 
 
-def _how(op: str, chosen: str, x: Any, w: Any) -> str | None:
+def _how(op: str, chosen: str, x: Any, w: Any, activation: Any) -> str | None:
     if op != "grouped_matmul" or chosen != "mosaic" or x is None or w is None:
         return None
     from pallas_kernels.grouped_matmul import mosaic
 
-    return mosaic.here().how(x.shape[0], w)
+    return mosaic.here(w).how(x.shape[0], w, activation is not None)
 
 
 @functools.cache

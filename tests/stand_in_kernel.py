@@ -1,4 +1,4 @@
-"""A CPU that claims to be a Hopper GPU: real layouts, and the kernel's product by `xla` from its weights."""
+"""A CPU that claims to be a Hopper GPU: real layouts, and the kernels' products by `xla` from their weights."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import KernelWeights, from_kernel_layout, select
 from pallas_kernels import grouped_matmul as public_grouped_matmul
-from pallas_kernels.grouped_matmul import mosaic_hopper
+from pallas_kernels.grouped_matmul import mosaic_hopper, mosaic_hopper_dense
 
 
 def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +23,11 @@ def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
             implementation="xla",
         )
 
+    def dense_stand_in(x: Any, w: jax.Array, group_sizes: jax.Array, *, activation: Any, out_format: str) -> Any:
+        assert out_format in ("bf16", "f32"), "the kernel has no quantiser"
+        how: Any = {"activation": activation, "out_format": out_format}
+        return public_grouped_matmul(x, w, group_sizes, **how, implementation="xla")
+
     answer = select._why_not
 
     def why_not(op: str, name: str, *operands: Any) -> str | None:
@@ -32,4 +37,5 @@ def claim_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     monkeypatch.setattr(mosaic_hopper, "grouped_matmul", stand_in)
+    monkeypatch.setattr(mosaic_hopper_dense, "grouped_matmul", dense_stand_in)
     monkeypatch.setattr(select, "_why_not", why_not)

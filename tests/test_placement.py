@@ -1,7 +1,9 @@
 """What loading does for a Hopper GPU, on a CPU that claims to be one: real layouts, and a stand-in for the kernel."""
 
 import dataclasses
+import functools
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,16 @@ from layers import random_arrays, random_tokens, small_config
 from numerics import assert_same_bits, relative_l2
 
 from k3jax import LoadOptions, MoE
-from pallas_kernels import KernelWeights, MXFP4Array, explain, from_kernel_layout, lay_out
+from pallas_kernels import (
+    KernelWeights,
+    MXFP4Array,
+    explain,
+    from_kernel_layout,
+    grouped_matmul,
+    lay_out,
+    quantize_fp8_token,
+    quantize_mxfp8,
+)
 
 CONFIG = small_config(hidden_size=256, routed_expert_hidden_size=256, moe_intermediate_size=128)
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -65,8 +76,7 @@ def test_what_is_left_as_it_is() -> None:
     assert lay_out(plain, recipe="bf16", gated=False) is plain
     laid_out = lay_out(w, recipe="w4a16", gated=False)
     assert lay_out(laid_out, recipe="w4a16", gated=False) is laid_out
-    with pytest.raises(NotImplementedError, match="weights are MXFP4, and these are not"):
-        lay_out(plain, recipe="bf16", gated=False, implementation="mosaic")
+    assert lay_out(plain, recipe="bf16", gated=False, implementation="mosaic") is plain
 
 
 def test_a_device_that_is_no_hopper() -> None:
@@ -74,6 +84,8 @@ def test_a_device_that_is_no_hopper() -> None:
     assert lay_out(w, recipe="w4a16", gated=False) is w
     with pytest.raises(NotImplementedError, match=r"written for compute capability 9.0 or 10.0, and this is"):
         lay_out(w, recipe="w4a16", gated=False, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match=r"written for compute capability 9.0 or 10.0, and this is"):
+        lay_out(jnp.ones((2, 256, 256), jnp.bfloat16), recipe="bf16", gated=False, implementation="mosaic")
 
 
 @pytest.mark.usefixtures("hopper")
@@ -103,6 +115,18 @@ def test_a_loss_that_was_allowed_is_told(caplog: pytest.LogCaptureFixture) -> No
     assert_same_bits(from_kernel_layout(exact).scales, experts().scales)
     assert isinstance(rounded, KernelWeights)
     assert int(from_kernel_layout(rounded).scales[3].min()) > 0
+
+
+@pytest.mark.usefixtures("hopper")
+def test_results_of_bfloat16_weights_are_quantised_after_the_kernel() -> None:
+    w, sizes = jnp.ones((1, 64, 64), jnp.bfloat16), jnp.array([8], jnp.int32)
+    x = random_tokens((8, 64))
+    product: Any = functools.partial(grouped_matmul, x, w, sizes, implementation="mosaic")
+    y = product()
+    for out_format, quantize in (("mxfp8", quantize_mxfp8), ("fp8_token", quantize_fp8_token)):
+        ours, expected = product(out_format=out_format), quantize(y, implementation="reference")
+        assert_same_bits(ours.values, expected.values)
+        assert_same_bits(ours.scales, expected.scales)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -26,6 +26,18 @@ def test_the_tiles_of_a_group_cover_each_of_its_rows_once_in_every_column_block(
     assert (seen == 1).all()
 
 
+@given(size=SIZES, widest=WIDEST, columns=st.integers(1, 5), band=st.integers(1, 20))
+def test_bands_change_only_the_order_of_a_group_s_tiles(size: int, widest: int, columns: int, band: int) -> None:
+    tiles = range(schedule.row_tiles(size, widest) * columns)
+    banded = [schedule.place_in_bands(local, size, widest, columns, band) for local in tiles]
+    assert sorted(banded) == sorted(schedule.place(local, size, widest) for local in tiles)
+    height = schedule.place(0, size, widest)[2] if size else 0
+    for start in range(0, len(tiles), band * columns):  # but for the last, in which a band may be lower
+        here = banded[start : start + band * columns]
+        assert {first for _, first, _ in here} == {(start // columns + i) * height for i in range(len(here) // columns)}
+        assert [column for column, _, _ in here] == sorted(column for column, _, _ in here)
+
+
 @given(size=st.integers(1, 3000), widest=WIDEST)
 def test_a_group_has_the_fewest_tiles_and_all_but_the_last_are_equal(size: int, widest: int) -> None:
     tiles = schedule.row_tiles(size, widest)
@@ -55,10 +67,11 @@ def test_traced_integers_give_what_python_integers_give(size: int, widest: int, 
 
     def traced(local: jax.Array, size: jax.Array) -> tuple[jax.Array, ...]:
         place = schedule.place(local, size, widest)
-        return *place, schedule.narrowest(place[2], widths)
+        return *place, schedule.narrowest(place[2], widths), *schedule.place_in_bands(local, size, widest, 3, 2)
 
     result = jax.jit(traced)(jnp.int32(local), jnp.int32(size))
-    assert tuple(int(v) for v in result) == (*expected, schedule.narrowest(expected[2], widths))
+    banded = schedule.place_in_bands(local, size, widest, 3, 2)
+    assert tuple(int(v) for v in result) == (*expected, schedule.narrowest(expected[2], widths), *banded)
 
 
 @pytest.mark.parametrize(

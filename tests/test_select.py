@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import (
+    Situ,
     explain,
     grouped_matmul,
     lay_out,
@@ -98,6 +99,33 @@ def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.Mo
         explained = explain("stable_top_k", x=scores)
         assert explained.chosen == "xla"
         assert reason in explained.others["mosaic"]
+
+
+def test_on_hopper_bfloat16_weights_get_mosaic_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class H200:
+        compute_capability, device_kind = "9.0", "NVIDIA H200"
+
+    x, w = jnp.ones((2, 128), jnp.bfloat16), jnp.ones((1, 96, 128), jnp.bfloat16)
+    quantised = quantize_mxfp8(x)
+    monkeypatch.setattr(jax, "devices", lambda: [H200()])
+    for able, first in ((None, "triton"), ("absent", "xla")):
+        monkeypatch.setattr(triton_call, "why_not", lambda able=able: able)
+        free = explain("grouped_matmul", x=x, w=w)
+        assert free.chosen == first
+        assert free.others["mosaic"] == f"can run where it is named: it was never timed; {first} comes first"
+    asked = explain("grouped_matmul", x=x, w=w, implementation="mosaic")
+    assert asked.chosen == "mosaic"
+    assert "DenseTuning" in str(asked)
+    assert asked.others["xla"] == "can run; mosaic was asked for"
+    narrow = jnp.ones((1, 8, 128), jnp.bfloat16)  # 4 columns of gate and 4 of up
+    assert explain("grouped_matmul", x=x, w=narrow, implementation="mosaic").chosen == "mosaic"
+    for cannot, reason in (
+        ({"w": narrow, "activation": Situ(4.0, 25.0)}, "N must be a multiple of 16"),
+        ({"x": x[:, :96], "w": w[:, :, :96]}, "K of 64"),
+        ({"x": quantised}, "bfloat16 weights cannot take MXFP8Array"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"'mosaic': .*{reason}"):
+            explain("grouped_matmul", **{"x": x, "w": w, **cannot}, implementation="mosaic")
 
 
 def test_on_blackwell_mosaic_has_bfloat16_rows_and_triton_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def grouped_matmul(
         activation: `Situ(...)`, `SwiGLU()` or None. With one, N counts gate and up and the result is `[M, N/2]`.
         out_format: "bf16", "f32", or "mxfp8" / "fp8_token": rounded to bfloat16 and then quantised.
         implementation: "reference", "xla", "triton" (NVIDIA GPUs from Ampere on), "mosaic" (Hopper; Blackwell for
-            bfloat16 rows; `KernelWeights`), or None for the fastest that can.
+            bfloat16 rows; `KernelWeights`, and on Hopper bfloat16 weights), or None for the fastest that can.
 
     Returns:
         `[M, N]` or `[M, N/2]` in `out_format`. Rows at and beyond `sum(group_sizes)` are unspecified, and those of `x`
@@ -107,10 +107,12 @@ def _grouped_matmul(
 
 
 def _mosaic(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, out_format: str) -> Result:
-    # A token's scale needs its whole row, which is the work of many blocks: its quantiser is a kernel of its own.
-    written: Any = "bf16" if out_format == "fp8_token" else out_format
-    y: Any = mosaic.here().grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
-    return quantize_fp8_token(y) if out_format == "fp8_token" else y
+    # A token's scale needs its whole row, which is the work of many blocks: its quantiser is a kernel of its own. The
+    # kernel of bfloat16 weights has no quantiser, because a block of 32 columns may lie in two of its tiles.
+    apart = ("fp8_token",) if isinstance(w, KernelWeights) else ("fp8_token", "mxfp8")
+    written: Any = "bf16" if out_format in apart else out_format
+    y: Any = mosaic.here(w).grouped_matmul(x, w, group_sizes, activation=activation, out_format=written)
+    return _finish(y, out_format, None) if out_format in apart else y
 
 
 def _triton(x: Rows, w: Any, group_sizes: Array, activation: Activation | None, dtype: jnp.dtype) -> Array:
@@ -163,7 +165,7 @@ def _product_dtype(out_format: str) -> jnp.dtype:
     return jnp.dtype(jnp.float32 if out_format == "f32" else jnp.bfloat16)
 
 
-def _finish(y: Array, out_format: str, implementation: str) -> Result:
+def _finish(y: Array, out_format: str, implementation: str | None) -> Result:
     if out_format == "mxfp8":
         return quantize_mxfp8(y, implementation=implementation)
     return quantize_fp8_token(y, implementation=implementation) if out_format == "fp8_token" else y

@@ -70,6 +70,11 @@ class Tuning:
         """Units of 64 rows of N in a block's tile."""
         return self.warpgroups * self.units
 
+    @property
+    def registers(self) -> tuple[int, int]:
+        """A consumer's and the producer's."""
+        return REGISTERS[self.warpgroups]
+
     def sums_fit(self, mma: Mma, partial: int = 1) -> bool:
         """Whether a thread's float32 sums fit its registers: of every unit and, for e4m3, `partial` more of one."""
         sums = self.units + (partial if mma == "e4m3" else 0)

@@ -1,24 +1,28 @@
-"""Which of Mosaic's kernels a device has: Hopper's or Blackwell's."""
+"""Which of Mosaic's kernels multiplies weights: Hopper's for MXFP4 or for bfloat16, or Blackwell's."""
 
 from typing import Any
 
 from pallas_kernels.grouped_matmul import config
 from pallas_kernels.grouped_matmul.blackwell import config as blackwell_config
-from pallas_kernels.grouped_matmul.kernel_layout import Mma
+from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.triton_call import capability
 
 _BLACKWELL = 100
 
 
-def here() -> Any:
-    """The module of this device's kernel, imported when it is wanted: that takes a second, and only GPUs need it."""
+def here(w: Any) -> Any:
+    """The module of this device's kernel of weights like `w`, imported when wanted: that takes a second."""
     if _is_blackwell():
         from pallas_kernels.grouped_matmul import mosaic_blackwell
 
         return mosaic_blackwell
-    from pallas_kernels.grouped_matmul import mosaic_hopper
+    if isinstance(w, KernelWeights):
+        from pallas_kernels.grouped_matmul import mosaic_hopper
 
-    return mosaic_hopper
+        return mosaic_hopper
+    from pallas_kernels.grouped_matmul import mosaic_hopper_dense
+
+    return mosaic_hopper_dense
 
 
 def require_tunings(groups: int, n: int, k: int, mma: Mma, gated: bool) -> None:

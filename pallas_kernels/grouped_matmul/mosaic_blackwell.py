@@ -104,9 +104,9 @@ def why_not(
     return used.reason_against(n, k, w.gated, groups)
 
 
-def how(rows: int, w: KernelWeights) -> str:
+def how(rows: int, w: KernelWeights, gated: bool) -> str:
     """With which tuning these weights are multiplied, and where it is from."""
-    return f"{w.mma} products, {choose_tuning(rows, *w.shape, w.gated)}, by the heuristic: none was measured"
+    return f"{w.mma} products, {choose_tuning(rows, *w.shape, gated)}, by the heuristic: none was measured"
 
 
 def _kernel(shape: Geometry[BlackwellTuning], multiprocessors: int, interpret: Any) -> Callable[..., Any]:

@@ -107,9 +107,9 @@ def why_not(
     return used.reason_against(n, k, w.mma, w.gated, groups)
 
 
-def how(rows: int, w: KernelWeights) -> str:
+def how(rows: int, w: KernelWeights, gated: bool) -> str:
     """With which tuning these weights are multiplied, and where it is from."""
-    chosen = tuned.choose(rows, *w.shape, w.mma, w.gated)
+    chosen = tuned.choose(rows, *w.shape, w.mma, gated)
     return f"{w.mma} products, {chosen.tuning}, {chosen.source}"
 
 

@@ -48,10 +48,14 @@ def lay_out(
     """
     if implementation not in (None, "mosaic", "triton") or isinstance(w, KernelWeights):
         return w
+    if not isinstance(w, MXFP4Array):
+        reason = select.why_not_on_gpu("mosaic", "bf16") if implementation == "mosaic" else None
+        if reason is not None:
+            raise NotImplementedError(f"grouped_matmul cannot run on implementation 'mosaic': {reason}")
+        return w
     kernels = implementation or ("triton" if select.why_not_on_gpu("mosaic", recipe) else "mosaic")
-    reason = _why_not_laid_out(w, kernels, recipe)
+    reason = _why_not_laid_out(kernels, recipe)
     if reason is None:
-        assert isinstance(w, MXFP4Array)
         # triton multiplies as bfloat16 whatever the rows.
         layouts = _LAYOUTS[recipe] if kernels == "mosaic" else ("w4a16",)
         for layout in layouts:
@@ -72,10 +76,8 @@ def lay_out(
     return w
 
 
-def _why_not_laid_out(w: Array | MXFP4Array, kernels: str, recipe: str) -> str | None:
-    """Why weights stay as they are, for kernels that can or cannot run here."""
-    if not isinstance(w, MXFP4Array):
-        return "its weights are MXFP4, and these are not"
+def _why_not_laid_out(kernels: str, recipe: str) -> str | None:
+    """Why MXFP4 weights stay as they are, for kernels that can or cannot run here."""
     reason = select.why_not_on_gpu(kernels, recipe)
     if reason is None and kernels == "triton" and (capability() or 0) >= 100:
         return "Blackwell's tensor cores read MXFP4 as it is"

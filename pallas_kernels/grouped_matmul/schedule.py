@@ -45,6 +45,24 @@ def place[Count: (int, jax.Array)](local: Count, size: Count, widest: int) -> tu
     return column, first, rows
 
 
+def place_in_bands[Count: (int, jax.Array)](
+    local: Count, size: Count, widest: int, columns: int, band: int
+) -> tuple[Count, Count, Count]:
+    """`place`, in bands of at most `band` row tiles: a band goes through all `columns` column blocks before the next.
+
+    What many blocks read at the same time is then a few row tiles and a few column blocks, of which caches hold more.
+    """
+    tiles = row_tiles(size, widest)
+    above = quotient(local, band * columns) * band
+    inside = local - above * columns
+    left = tiles - above
+    rows = min(left, band) if isinstance(left, int) else jnp.minimum(left, band)
+    column = quotient(inside, rows)
+    tile = above + inside - column * rows
+    _, first, height = place(tile, size, widest)
+    return column, first, height
+
+
 def narrowest[Count: (int, jax.Array)](rows: Count, widths: tuple[int, ...]) -> Count:
     """The index of the narrowest of the ascending `widths` that holds `rows`; the last must."""
     if isinstance(rows, int):

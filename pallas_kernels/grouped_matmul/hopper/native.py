@@ -77,7 +77,7 @@ class NativeSteps:
             del ctx
             index = ptx("mov.u32 $0, %tid.x;", out=i32())
             with utils.when(less(index, 32)):
-                tables.build(shape, global_address(sizes), shared_address(table))
+                self.build_tables(sizes, table)
             with utils.when(equal(index, 0)):
                 for stage in range(shape.tuning.stages):
                     full, empty = _barrier_pair(barriers, constant(stage), shape)
@@ -87,6 +87,10 @@ class NativeSteps:
             ptx("bar.sync 0;")
 
         emit(self.barriers, self.sizes_gmem, self.table)
+
+    def build_tables(self, sizes: Value, table: Value) -> None:
+        """What `locate` searches; a warp's work."""
+        tables.build(self.shape, global_address(sizes), shared_address(table))
 
     def constants(self) -> tuple[Any, ...]:
         return decode.opaque_factors() if self.shape.mma == "bf16" else ()

@@ -12,7 +12,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.grouped_matmul.config import REGISTERS
 from pallas_kernels.grouped_matmul.hopper import products
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, Ring, Tile
 from pallas_kernels.grouped_matmul.mosaic_parts.walk import for_each_tile
@@ -78,7 +77,7 @@ def kernel(
 
 
 def _produce(shape: Geometry[Any], steps: Steps, blocks: int) -> None:
-    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][1], action="decrease")
+    plgpu.set_max_registers(shape.tuning.registers[1], action="decrease")
 
     def run(tile: Tile) -> None:
         def step(i: Any, ring: Ring) -> Ring:
@@ -91,7 +90,7 @@ def _produce(shape: Geometry[Any], steps: Steps, blocks: int) -> None:
 
 
 def _consume(shape: Geometry[Any], steps: Steps, blocks: int, warpgroup: Any) -> None:
-    plgpu.set_max_registers(REGISTERS[shape.tuning.warpgroups][0], action="increase")
+    plgpu.set_max_registers(shape.tuning.registers[0], action="increase")
     constants = steps.constants()
 
     def run(tile: Tile) -> None:

@@ -60,6 +60,7 @@ class Store:
     activation: Activation | None
     out_columns: int
     out_format: WrittenFormat
+    partial: bool = False  # whether a tile may end within a warpgroup's columns, a multiple of 8
 
     @property
     def gated(self) -> bool:
@@ -84,7 +85,8 @@ def store(
     where: tuple[Any, ...],
     scales: Any,
 ) -> None:
-    """Stores one warpgroup's units: `where` is (warpgroup, first row, end of the rows, first output column, exponent).
+    """Stores one warpgroup's units: `where` is (warpgroup, first row, end of the rows, first output column, exponent)
+    and, where the store is partial, the end of the tile's columns.
 
     An accumulator is one unit's, in the layout of `wgmma`, or two units', in that of tensor memory. It counts times
     2^exponent and, where `scales` is a reference to float32 `[M]`, times the row's scale.
@@ -105,9 +107,10 @@ def store(
         del ctx
         of_units = [a.registers.reshape(spec.width // 8, -1, 2).swapaxes(0, 1) for a in args[:count]]
         registers = [unit for of_unit in of_units for unit in of_unit]
-        turn, *rest = args[count + 5 :]
+        values = [scalar(v) for v in args[count : count + len(where)]]
+        turn, *rest = args[count + len(where) :]
         out, row_scales = (rest, None) if scales is None else (rest[:-1], rest[-1])
-        _Emitter(spec, registers, [scalar(v) for v in args[count : count + 5]], turn, out, row_scales).run()
+        _Emitter(spec, registers, values, turn, out, row_scales).run()
 
     emit(*accumulators, *where, *references)
 
@@ -122,7 +125,8 @@ class _Emitter:
         self, spec: Store, registers: list[Any], where: list[Value], turn: Value, out: list[Value], scales: Any
     ) -> None:
         self.spec, self.registers = spec, registers
-        self.warpgroup, self.row, self.end, self.column, exponent = where
+        self.warpgroup, self.row, self.end, self.column, exponent = where[:5]
+        self.column_end = where[5] if spec.partial else None
         self.factor = _power_of_two(exponent)
         self.columns = len(registers) * (32 if spec.gated else 64)  # the warpgroup's output columns
         self.pitch = self.columns * spec.turned_bytes + 16
@@ -213,7 +217,15 @@ class _Emitter:
                 continue
             column_bytes = add(mul(self.column, self.spec.turned_bytes), left(at, 4))
             address = self._address(0, target, self.spec.turned_bytes * self.spec.out_columns, column_bytes)
-            ptx_if(less(target, self.end), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *data)
+            ptx_if(self._inside(target, at), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *data)
+
+    def _inside(self, target: Value, at: Value) -> Value:
+        """Whether 16 bytes of a row are of the tile."""
+        inside = less(target, self.end)
+        if self.column_end is None:
+            return inside
+        column = add(self.column, mul(at, 16 // self.spec.turned_bytes))
+        return arith.andi(inside, less(column, self.column_end))
 
     def _write_mxfp8(self, target: Value, at: Value, pairs: Sequence[Value]) -> None:
         """8 columns of a row; four neighbouring threads hold a block."""

@@ -1,0 +1,58 @@
+"""The tunings of the Hopper kernel of bfloat16 weights: what the heuristic picks can run, what cannot says why."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
+from pallas_kernels.grouped_matmul.hopper.dense_config import DenseTuning, choose_tuning
+from pallas_kernels.grouped_matmul.schedule import row_tiles
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 200_000),
+    groups=st.sampled_from((1, 7, 8, 112, 896)),
+    n=st.integers(1, 800).map(lambda steps: 16 * steps),
+    k=st.integers(1, 120).map(lambda units: 64 * units),
+    gated=st.booleans(),
+)
+def test_the_heuristic_s_choice_can_run(rows: int, groups: int, n: int, k: int, gated: bool) -> None:
+    tuning = choose_tuning(rows, groups, n, k, gated)
+    assert tuning.reason_against(n, k, gated, groups) is None
+    assert tuning.shared_memory(gated, groups) <= SHARED_MEMORY
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_few_rows_of_one_group_are_one_wave_of_equal_shares(gated: bool) -> None:
+    for n, k in ((12288, 7168), (7168, 6144), (3584, 7168)):
+        for rows in (1, 8, 64):
+            tuning = choose_tuning(rows, 1, n, k, gated)
+            tiles = row_tiles(rows, tuning.widest) * (n // tuning.tile_rows)
+            assert 112 <= tiles <= 132  # of an H200's 132 multiprocessors
+
+
+@pytest.mark.parametrize(
+    ("tuning", "gated", "reason"),
+    [
+        (DenseTuning((8,), 1, 1, 56, 1, 4, 1), False, "N=96 is not a multiple of 56"),
+        (DenseTuning((8,), 1, 1, 24, 1, 4, 1), True, "does not hold as many of gate as of up"),
+        (DenseTuning((8,), 1, 1, 48, 4, 4, 1), False, "K=128 is not a multiple of 256"),
+        (DenseTuning((256,), 2, 2, 96, 1, 2, 1), False, "more than its warpgroups have registers for"),
+        (DenseTuning((8,), 1, 1, 48, 2, 20, 1), False, "bytes of shared memory exceed"),
+    ],
+    ids=str,
+)
+def test_a_tuning_that_cannot_run_says_why(tuning: DenseTuning, gated: bool, reason: str) -> None:
+    assert reason in str(tuning.reason_against(96, 128, gated, 1))
+
+
+@pytest.mark.parametrize(
+    ("widths", "warpgroups", "tile_rows", "stages"),
+    [((), 2, 64, 4), ((12,), 2, 64, 4), ((8,), 5, 64, 4), ((264,), 2, 64, 4), ((8,), 2, 136, 4), ((8,), 2, 64, 1)],
+)
+def test_values_that_no_shape_could_use_are_refused(
+    widths: tuple[int, ...], warpgroups: int, tile_rows: int, stages: int
+) -> None:
+    with pytest.raises(ValueError, match=r"widths|warpgroups|tile_rows"):
+        DenseTuning(widths, warpgroups, 1, tile_rows, 1, stages, 1)
