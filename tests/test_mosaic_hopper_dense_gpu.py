@@ -24,7 +24,8 @@ TUNINGS = (  # of N 480, or 240 columns of gate and up each
     None,
     DenseTuning((8, 32, 64), 1, 2, 80, 1, 5, 2),
     DenseTuning((24,), 2, 1, 96, 2, 3, 1),
-    DenseTuning((256,), 3, 1, 160, 1, 3, 12),
+    DenseTuning((184,), 3, 1, 160, 1, 3, 12),
+    DenseTuning((256,), 2, 1, 96, 1, 3, 1),
     DenseTuning((40, 152), 2, 2, 240, 1, 3, 3),
 )
 kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
