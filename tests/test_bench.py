@@ -18,6 +18,7 @@ from k3jax.bench.cases import DISTRIBUTIONS, GROUPS, Case, group_sizes
 from k3jax.bench.timing import Activity, Stopwatch, call_times
 from k3jax.cli import app
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 SMALL = ("--groups", 4, "--hidden", 64, "--width", 96, "--picks", 4, "--repeats", 2)
 KEYS = {"op", "recipe", "implementation", "groups", "rows", "distribution", "us", "us_min", "us_max"}
 KEYS |= {"tflops", "tbs", "roof_us", "compile_s", "device", "jax", "ceilings"}
