@@ -17,6 +17,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # An example's first run compiles, and on a busy machine making examples is slow too.
 hypothesis.settings.register_profile("k3jax", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("fuzz", hypothesis.settings.get_profile("k3jax"), max_examples=10_000)
 hypothesis.settings.load_profile("k3jax")
 
 

@@ -204,7 +204,8 @@ ENTRY = st.fixed_dictionaries(
     }
 )
 HEADER = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRY | JSON, max_size=4)
-IN_ONE_FOLDER = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = max(200, settings().max_examples)
+IN_ONE_FOLDER = settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def opens_or_raises_value_error(path: Path) -> None:
