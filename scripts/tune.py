@@ -52,8 +52,13 @@ _FINALISTS = 3
 # Launches that a call may have: (widths, warpgroups, units of each, units of K in a stage), those for the largest
 # groups first; of each kind one or, but of the first, none.
 _LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
-    "bf16": (((tuple(range(24, 153, 16)), 2, 2, 2),), ((tuple(range(16, 81, 16)), 4, 1, 4),), (((40,), 4, 1, 4),)),
-    "e4m3": ((((152,), 2, 1, 4), ((120,), 2, 2, 4)), (((120,), 2, 2, 4),), (((80,), 2, 2, 4),), (((40,), 4, 1, 4),)),
+    "bf16": (((tuple(range(24, 153, 16)), 2, 2, 2),), ((tuple(range(16, 81, 16)), 4, 1, 2),), (((40,), 4, 1, 4),)),
+    "e4m3": (
+        (((152,), 2, 1, 4), ((120,), 2, 2, 4)),
+        (((120,), 2, 2, 4),),
+        (((80,), 2, 2, 4), ((80,), 3, 1, 4)),
+        (((40,), 4, 1, 4),),
+    ),
 }
 
 
@@ -87,7 +92,8 @@ def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
     launches = list(dict.fromkeys(itertools.chain(*kinds)))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = list(pool.map(functools.partial(_full_tiles, case, w), launches))
-    cost = {each: max(1, round(100 * _back_to_back(call))) for each, call in zip(launches, calls, strict=True)}
+    us = [_back_to_back(call) for call in calls]
+    cost = {each: max(1, round(100 * each_us / w.shape[0])) for each, each_us in zip(launches, us, strict=True)}
     found = [tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning]
     for choice in itertools.product(kinds[0], *([None, *kind] for kind in kinds[1:])):
         asked = [dataclasses.replace(each, cost=cost[each]) for each in choice if each is not None]

@@ -29,7 +29,7 @@ class Tuning:
         stages: pipeline stages.
         others: how further launches of the same call cut theirs; none of them has others. A group is computed by the
             launch whose tiles cost it least, so that few rows don't pay for tiles that many want, nor the reverse.
-        cost: of a tile, beside those of the other launches.
+        cost: of a tile over all of N, beside those of the other launches.
 
     Raises:
         ValueError: a value that no shape could use.
