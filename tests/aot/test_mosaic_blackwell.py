@@ -1,19 +1,19 @@
-"""Mosaic's kernels compiled for Blackwell, each file in its own process, which Mosaic ties to one architecture."""
+"""Mosaic's kernels compiled for Blackwell, in a process of their own: Mosaic ties each to one architecture."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from compiled_mosaic import TARGET_VARIABLE
 
 HERE = Path(__file__).parent
+FILES = ("test_row_kernels.py", "test_mosaic_moves.py", "test_mosaic_orders.py", "blackwell_matmul.py")
 
 
-@pytest.mark.parametrize("file", ["test_row_kernels.py", "test_mosaic_moves.py", "blackwell_matmul.py"])
-def test_the_programs_are_the_ones_we_think_they_are(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(HERE / file)]
+def test_the_programs_are_the_ones_we_think_they_are() -> None:
+    files = [str(HERE / file) for file in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
     run = subprocess.run(
         command, capture_output=True, text=True, check=False, env=os.environ | {TARGET_VARIABLE: "blackwell"}
     )
