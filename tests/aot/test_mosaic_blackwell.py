@@ -8,7 +8,13 @@ from pathlib import Path
 from compiled_mosaic import TARGET_VARIABLE
 
 HERE = Path(__file__).parent
-FILES = ("test_row_kernels.py", "test_mosaic_moves.py", "test_mosaic_orders.py", "blackwell_matmul.py")
+FILES = (
+    "test_row_kernels.py",
+    "test_mosaic_moves.py",
+    "test_mosaic_orders.py",
+    "test_order_ptx.py",
+    "blackwell_matmul.py",
+)
 
 
 def test_the_programs_are_the_ones_we_think_they_are() -> None:

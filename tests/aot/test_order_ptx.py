@@ -1,0 +1,155 @@
+"""Mosaic's kernels that order and move rows, as the compiler wrote them: an interpreter runs them against NumPy."""
+
+import functools
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ptx_interpreter
+import pytest
+from annotations import unchecked_annotations
+from compiled_mosaic import Target
+from jax.sharding import NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from pallas_kernels import MXFP8Array, TokenScaledArray
+from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders
+
+SPECIAL = np.array([np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0], np.float32)
+LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+class Kernel(NamedTuple):
+    """The PTX of a function that is one kernel, how it is launched, and its outputs."""
+
+    ptx: str
+    blocks: int
+    table_words: int
+    outputs: list[jax.ShapeDtypeStruct]
+
+    def __call__(self, *inputs: NDArray[Any]) -> list[NDArray[Any]]:
+        """All of the outputs, each element of which must be written."""
+        results = self.words(*inputs)
+        assert all(result.written.all() for result in results)
+        return [
+            result.words.view(output.dtype).reshape(output.shape)
+            for result, output in zip(results, self.outputs, strict=True)
+        ]
+
+    def words(self, *inputs: NDArray[Any]) -> list[ptx_interpreter.Output]:
+        sizes = [output.size * output.dtype.itemsize // 4 for output in self.outputs]
+        return ptx_interpreter.run(self.ptx, inputs, sizes, self.blocks, self.table_words)
+
+
+def compiled(function: Any, operands: Any, target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """For operands of such shapes and dtypes, in the kernel's order."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    sharding = NamedSharding(target.mesh, PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=sharding) for operand in operands]
+    with jax.set_mesh(target.mesh), unchecked_annotations():
+        traced = jax.jit(function).trace(*placed)
+        traced.lower(lowering_platforms=("cuda",)).compile()
+    (ptx,) = (file.read_text() for file in folder.glob("*.ptx"))
+    assert f".target {target.architecture}" in ptx
+    (blocks,) = set(re.findall(r"\bgrid=\((\d+),\)", str(traced.jaxpr)))
+    table = set(re.findall(r"Ref<smem>\{i32\[(\d+)\]\}", str(traced.jaxpr))) or {"0"}
+    (words,) = table
+    return Kernel(ptx, int(blocks), int(words), jax.tree.leaves(traced.out_info))
+
+
+@pytest.mark.parametrize(("columns", "k"), [(1, 1), (7, 7), (33, 5), (112, 16), (112, 112), (896, 16), (1024, 8)])
+def test_the_largest_are_those_of_a_stable_sort(
+    columns: int, k: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ordinary numbers, of many equal ones, of zeros and NaNs of both signs, of any bits, and of one number."""
+    rng = np.random.default_rng(columns)
+    values = np.stack(
+        [
+            rng.standard_normal(columns).astype(np.float32),
+            rng.integers(-3, 3, columns).astype(np.float32),
+            SPECIAL[rng.integers(0, len(SPECIAL), columns)],
+            rng.integers(0, 1 << 32, columns, np.uint32).view(np.float32),
+            np.full(columns, -7, np.float32),
+        ]
+    )
+    kernel = compiled(functools.partial(mosaic_orders.top_k, k=k), [values], target, tmp_path, monkeypatch)
+    (places,) = kernel(values)
+    np.testing.assert_array_equal(places, np.argsort(-values, axis=1, kind="stable")[:, :k])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "picks", "groups"),
+    [(1, 1, 1), (1, 16, 896), (8, 16, 112), (43, 3, 5), (151, 16, 60), (333, 7, 13), (1031, 16, 2)],
+)
+def test_slots_are_in_the_order_of_a_stable_sort(
+    tokens: int, picks: int, groups: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ids of any kind, those of no group too, of one group's only and of none's."""
+    rng = np.random.default_rng(tokens)
+    shape = tokens, picks
+    mixed = rng.integers(-2, groups + 3, shape, np.int32)
+    mixed[rng.random(shape) < 0.1] = LEAST
+    mixed[rng.random(shape) < 0.1] = MOST
+    schedule = functools.partial(mosaic_orders.schedule_rows, groups=groups)
+    kernel = compiled(schedule, [mixed], target, tmp_path, monkeypatch)
+    for ids in (mixed, np.full(shape, groups - 1, np.int32), np.full(shape, -1, np.int32)):
+        token, row, sizes = kernel(ids)
+        group = np.where((ids >= 0) & (ids < groups), ids, groups).reshape(-1)
+        order = np.argsort(group, kind="stable")
+        np.testing.assert_array_equal(token, order // picks)
+        np.testing.assert_array_equal(row.reshape(-1), np.where(group < groups, np.argsort(order), -1))
+        np.testing.assert_array_equal(sizes, np.bincount(group, minlength=groups + 1)[:groups])
+
+
+def positions_of(tokens: int, slots: int, rows: int) -> NDArray[Any]:
+    """Rows in any order, each at most once, and of every fifth slot none."""
+    positions = np.random.default_rng(tokens).permutation(rows)[: tokens * slots].reshape(tokens, slots)
+    positions.reshape(-1)[1::5] = -1
+    return positions.astype(np.int32)
+
+
+@pytest.mark.parametrize("form", ["bf16", "mxfp8", "fp8_token"])
+def test_rows_are_their_tokens(form: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any bits; and rows that no position names are left as they are."""
+    tokens, columns, rows = 9, 128, 33
+    rng = np.random.default_rng(0)
+    positions = positions_of(tokens, 3, rows)
+
+    def bits(columns: int, dtype: Any) -> NDArray[Any]:
+        return rng.integers(0, 256, (tokens, columns * np.dtype(dtype).itemsize), np.uint8).view(dtype)
+
+    def gather(positions: jax.Array, *leaves: jax.Array) -> Any:
+        x: Any = leaves[0] if form == "bf16" else (MXFP8Array if form == "mxfp8" else TokenScaledArray)(*leaves)
+        return mosaic_moves.gather_rows(x, positions, rows)
+
+    scales = {"bf16": [], "mxfp8": [bits(columns // 32, np.uint8)], "fp8_token": [bits(1, np.float32)]}[form]
+    leaves = [bits(columns, jnp.bfloat16 if form == "bf16" else jnp.float8_e4m3fn), *scales]
+    results = compiled(gather, [positions, *leaves], target, tmp_path, monkeypatch).words(positions, *leaves)
+    token, slot = np.nonzero(positions >= 0)
+    named = positions[token, slot]
+    for leaf, result in zip(leaves, results, strict=True):
+        words, written = result.words.reshape(rows, -1), result.written.reshape(rows, -1)
+        np.testing.assert_array_equal(words[named], leaf.view(np.uint32)[token])
+        np.testing.assert_array_equal(written.all(1), written.any(1))
+        np.testing.assert_array_equal(np.flatnonzero(written[:, 0]), np.sort(named))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "columns"), [(1, 1, 8), (9, 3, 64), (5, 20, 72)])
+def test_sums_are_those_of_the_rows_named(
+    tokens: int, slots: int, columns: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of numbers whose sums are exact; rows that no position names, and weights of no row, are NaN."""
+    rng = np.random.default_rng(tokens)
+    rows = np.full((tokens * slots + 2, columns), np.nan, jnp.bfloat16)
+    positions = positions_of(tokens, slots, len(rows))
+    is_named = positions >= 0
+    rows[positions[is_named]] = rng.integers(-128, 129, (is_named.sum(), columns))
+    weights = np.where(is_named, rng.integers(-64, 65, positions.shape) / 64, np.nan).astype(np.float32)
+    kernel = compiled(mosaic_moves.combine_rows, [rows, positions, weights], target, tmp_path, monkeypatch)
+    sums = np.zeros((tokens, columns), np.float32)
+    for token, slot in zip(*np.nonzero(is_named), strict=True):
+        sums[token] += rows[positions[token, slot]].astype(np.float32) * weights[token, slot]
+    np.testing.assert_array_equal(kernel(rows, positions, weights)[0], sums)

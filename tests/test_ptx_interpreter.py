@@ -1,0 +1,130 @@
+"""The interpreter of PTX: what a kernel does wrong is found, and what the interpreter does not know is refused."""
+
+import numpy as np
+import ptx_interpreter
+import pytest
+
+# One block of two warps; %rd1 is an input of 64 words, %rd2 an output of as many, %rd3 and %rd4 a thread's words there,
+# %r4 its word of shared memory and %r5 that of the thread whose lane is the opposite one.
+KERNEL = """.visible .entry kernel(
+	.param .u64 .ptr .align 256 kernel_param_0,
+	.param .u64 .ptr .align 256 kernel_param_1
+)
+.maxntid 64, 1, 1
+{{
+	ld.param::entry.b64 %rd1, [kernel_param_0];
+	ld.param::entry.b64 %rd2, [kernel_param_1];
+	mov.u32 %r1, %tid.x;
+	mul.wide.u32 %rd3, %r1, 4;
+	add.s64 %rd4, %rd2, %rd3;
+	add.s64 %rd3, %rd1, %rd3;
+	ld.global.nc.b32 %r2, [%rd3];
+	mov.b64 %rd5, __dynamic_shmem__0;
+	cvt.u32.u64 %r3, %rd5;
+	mad.lo.s32 %r4, %r1, 4, %r3;
+	xor.b32 %r5, %r1, 31;
+	mad.lo.s32 %r5, %r5, 4, %r3;
+	setp.lt.u32 %p1, %r1, 32;
+	{body}
+	ret;
+$L__func_end0:
+}}
+"""
+STORE = "st.global.b32 [%rd4], %r2;"
+EXCHANGE = "st.shared.b32 [%r4], %r2; {between} ld.shared.b32 %r2, [%r5]; " + STORE
+GIVEN = np.arange(100, 164, dtype=np.int32)
+
+
+def run(body: str) -> ptx_interpreter.Output:
+    (output,) = ptx_interpreter.run(KERNEL.format(body=body), [GIVEN], [64], blocks=1, table_words=64)
+    return output
+
+
+@pytest.mark.parametrize("between", ["bar.sync 0;", "bar.warp.sync 0xffffffff;"])
+def test_lanes_exchange_words_over_a_barrier(between: str) -> None:
+    words, written = run(EXCHANGE.format(between=between))
+    assert written.all()
+    np.testing.assert_array_equal(words, GIVEN[np.arange(64) ^ 31])
+
+
+def test_a_word_that_no_barrier_brought_is_garbage() -> None:
+    np.testing.assert_array_equal(run(EXCHANGE.format(between="")).words, ptx_interpreter.GARBAGE)
+
+
+def test_warps_take_ways_of_their_own_and_meet_again() -> None:
+    """The first of them goes three times round a loop, whose end both reach."""
+    body = f"""@!%p1 bra $L_end; mov.b32 %r6, 0;
+$L_loop: add.s32 %r2, %r2, 10; add.s32 %r6, %r6, 1; setp.lt.s32 %p2, %r6, 3; @%p2 bra $L_loop;
+$L_end: {STORE}"""
+    np.testing.assert_array_equal(run(body).words, GIVEN + np.where(np.arange(64) < 32, 30, 0))
+
+
+def test_only_lanes_of_a_guard_store() -> None:
+    np.testing.assert_array_equal(run(f"@!%p1 {STORE}").written, np.arange(64) >= 32)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("ld.global.nc.b32 %r2, [%rd3+4];", "beyond the end of an array"),
+        ("ld.global.nc.b32 %r2, [%rd3+-4];", "not within an array|beyond the end"),
+        ("ld.global.nc.v2.b32 {%r6, %r7}, [%rd3];", "misaligned"),
+        ("ld.global.nc.b32 %r2, [%rd4];", "a load of an output"),
+        ("st.global.b32 [%rd3], %r2;", "a store to an input"),
+        (STORE + STORE, "stored twice"),
+        ("st.global.b32 [%rd2], %r2;", "stored twice"),
+        ("ld.shared.b32 %r2, [%r4];", "nobody wrote"),
+        ("st.shared.b32 [%r3], %r2;", "two lanes store"),
+        ("st.shared.b32 [%r4], %r2; st.shared.b32 [%r5], %r2;", "with no barrier between"),
+        ("st.shared.b32 [%r4+4], %r2;", "beyond the end of shared memory"),
+        ("setp.eq.s32 %p2, %r1, 0; @%p2 bra $L_end; $L_end: ret;", "lanes of a warp part"),
+        ("@%p1 bra $L_end; bar.sync 0; $L_end: ret;", "a warp ended"),
+        ("$L_loop: bra $L_loop;", "does not end"),
+    ],
+)
+def test_what_a_gpu_would_let_pass_is_found(body: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ptx_interpreter, "MOST_STEPS", 100)
+    with pytest.raises(AssertionError, match=message):
+        run(body)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "prmt.b32 %r2, %r2, %r2, 0;",
+        "add.f32 %r2, %r2, %r2;",
+        "cvt.s64.s32 %rd6, %r2;",
+        "atom.global.add.u32 %r2, [%rd4], 1;",
+        "ld.global.b32 %r2, [%rd3];",
+        "shl.b64 %rd6, %rd1, 32;",
+        "redux.sync.add.u32 %r2, %r2, 0x0000ffff;",
+        "redux.sync.add.s32 %r2, %r2, 0xffffffff;",
+        "@%p1 ret;",
+    ],
+)
+def test_what_is_not_known_is_refused(instruction: str) -> None:
+    with pytest.raises(NotImplementedError):
+        run(instruction)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "expected"),
+    [
+        ("shr.s32 %r2, -8, 1;", -4),
+        ("shr.u32 %r2, -8, 1;", 0x7FFF_FFFC),
+        ("max.s32 %r2, -8, 1;", 1),
+        ("max.u32 %r2, -8, 1;", -8),
+        ("mul.hi.u32 %r2, -1, 10;", 9),
+        ("mul.hi.u64 %rd6, -1, -1; cvt.u32.u64 %r2, %rd6;", -2),
+        ("mul.lo.s16 %rs1, 300, 300; cvt.u32.u16 %r2, %rs1;", 300 * 300 % 65536),
+        ("bfe.u32 %r2, 0x1234, 4, 8;", 0x23),
+        ("popc.b32 %r2, -1;", 32),
+        ("redux.sync.min.u32 %r2, 7, 0xffffffff;", 7),
+        ("fma.rn.f32 %r2, 0f40000000, 0f40400000, 0f3F800000;", 0x40E0_0000),
+        ("not.b32 %r2, 5;", -6),
+        ("setp.lt.s32 %p2, -1, 1; setp.lt.u32 %p3, -1, 1; xor.pred %p2, %p2, %p3; selp.b32 %r2, 3, 4, %p2;", 3),
+        ("{ .reg .b32 word<2>; mov.b32 word1, 6; mov.b32 %r2, word1; }", 6),
+    ],
+)
+def test_arithmetic(instruction: str, expected: int) -> None:
+    np.testing.assert_array_equal(run(instruction + STORE).words.view(np.int32), expected)
