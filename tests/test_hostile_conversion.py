@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,15 @@ SIZES: dict[str, Any] = {
     "num_experts": 2,
 }
 
-# Orbax drops coroutines that fail beside one whose failure it raises.
-UNRAISABLE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+# Orbax drops coroutines that fail beside one whose failure it raises, and they may be found in a later test.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def _dropped_coroutines() -> Iterator[None]:
+    """Finds them here, and not in a test of another file."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +53,6 @@ def spoil(converted: Path, files: list[Path], examples: int) -> None:
             in_words(lambda: run.verify(converted))
 
     fuzz(files, survives, examples)
-    gc.collect()  # brings up what `UNRAISABLE` is about
 
 
 def records(converted: Path) -> list[Path]:
@@ -62,13 +68,11 @@ def test_damaged_records(converted: Path) -> None:
     spoil(converted, records(converted), 100)
 
 
-@UNRAISABLE
 def test_a_few_damaged_files_of_orbax(converted: Path) -> None:
     spoil(converted, of_orbax(converted), 15)
 
 
 @pytest.mark.slow
-@UNRAISABLE
 def test_two_thousand_damaged_files(converted: Path) -> None:
     spoil(converted, records(converted), 1000)
     spoil(converted, of_orbax(converted), 1000)
