@@ -5,7 +5,7 @@ import importlib.util
 import os
 import string
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -76,3 +76,18 @@ def target(gpus: Callable[[str, int], list[jax.Device]]) -> Target:
     """What Mosaic compiles for in this process, which can be one architecture only: Hopper if nothing else is asked."""
     kind = os.environ.get(TARGET_VARIABLE, "hopper")
     return Target(ARCHITECTURES[kind], jax.sharding.Mesh(gpus(kind, 1), ("device",)))
+
+
+@pytest.fixture
+def choose_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[jax.sharding.Mesh], None]]:
+    """`choose_for(mesh)` has kernels chosen as where the mesh's devices are JAX's own.
+
+    JAX keeps what it traced, and so what was chosen: it is forgotten before, and afterwards.
+    """
+
+    def choose(mesh: jax.sharding.Mesh) -> None:
+        monkeypatch.setattr(jax, "devices", lambda: list(mesh.devices.flat))
+        jax.clear_caches()
+
+    yield choose
+    jax.clear_caches()

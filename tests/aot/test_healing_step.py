@@ -1,11 +1,12 @@
 """A step of healing at the release's widths compiled for one H200 that is not there: what it holds in memory."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pytest
 from annotations import unchecked_annotations
+from jax.sharding import Mesh
 
 from k3jax import MoE
 from k3jax.healing import memory
@@ -18,9 +19,9 @@ from k3jax.moe_arrays import MoEArrays
 TOKENS = 2048
 
 
-def test_a_step_needs_less_than_the_stated_function(hopper: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_needs_less_than_the_stated_function(hopper: Mesh, choose_for: Callable[[Mesh], None]) -> None:
     """112 experts in the kernel's layout: frozen bytes + 16 bytes a trained parameter + `activation_bytes`."""
-    monkeypatch.setattr(jax, "devices", lambda: list(hopper.devices.flat))  # mosaic asks what it is to run on
+    choose_for(hopper)
     config = real_widths(112)
     with unchecked_annotations(), jax.set_mesh(hopper):
         layer = MoE(config, implementation="mosaic", arrays=MoEArrays.abstract(config, packed=True))

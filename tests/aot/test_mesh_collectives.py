@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,11 @@ def sent(found: Collective, ranks: int) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_collectives_are_those_of_the_document(case: Case, mesh_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.implementation == "mosaic":  # which asks what it is to run on
-        monkeypatch.setattr(jax, "devices", lambda: list(mesh_of(case.gpu).devices.flat))
+def test_the_collectives_are_those_of_the_document(
+    case: Case, mesh_of: Any, choose_for: Callable[[Mesh], None]
+) -> None:
+    if case.implementation == "mosaic":
+        choose_for(mesh_of(case.gpu))
     executable, layout = compiled(case, mesh_of(case.gpu))
     require_stated_memory(executable, case, layout)
     program = Program(executable.as_text())

@@ -1,11 +1,12 @@
 """A prefill with all experts on one H200 that is not there: the experts' buffers are bounded, as stated."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 from annotations import unchecked_annotations
+from jax.sharding import Mesh
 
 from k3jax import K3Config, MoE
 from k3jax.inspection.dispatch_memory import dispatch_memory
@@ -17,10 +18,10 @@ TOKENS = 16384
 
 
 def test_a_prefill_of_all_experts_takes_no_more_than_is_stated(
-    hopper: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+    hopper: Mesh, choose_for: Callable[[Mesh], None]
 ) -> None:
     """Twice the tokens that experts take at a time; beside their buffers there are those of the shared experts."""
-    monkeypatch.setattr(jax, "devices", lambda: list(hopper.devices.flat))  # mosaic asks what it is to run on
+    choose_for(hopper)
     with unchecked_annotations(), jax.set_mesh(hopper):
         layer = MoE(CONFIG, implementation="mosaic", arrays=MoEArrays.abstract(CONFIG, packed=True))
         x = jax.ShapeDtypeStruct((TOKENS, CONFIG.hidden_size), jnp.bfloat16)
