@@ -75,6 +75,14 @@ def test_what_was_not_measured_is_the_heuristic_s() -> None:
     assert "heuristic" in chosen.source
 
 
+@pytest.mark.parametrize("rows", [128, 16384])
+def test_a_winner_that_does_not_fit_gives_way_to_the_heuristic(rows: int) -> None:
+    """The tables of so many groups leave no room for two of its stages; those of even more, for no tuning at all."""
+    assert "heuristic" in tuned.choose(rows * 20_000 // 112, 20_000, 6144, 3584, "e4m3", True).source
+    with pytest.raises(NotImplementedError, match="no tuning fits"):
+        tuned.choose(rows * 30_000 // 112, 30_000, 6144, 3584, "e4m3", True)
+
+
 @pytest.mark.usefixtures("hopper")
 def test_explain_says_with_which_tuning_and_where_it_is_from() -> None:
     words: Any = jax.ShapeDtypeStruct((112, 96, 56 * 17, 32), jnp.uint32)

@@ -31,10 +31,10 @@ def choose(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool) -> Cho
     """
     winner = _winners().get((n, k, mma, gated, mean_width(rows, groups)))
     if winner is not None:
-        fitted = [_fitted(launch, n, k, mma, gated, groups) for launch in read_tuning(winner).launches]
-        first, *others = filter(None, fitted)
-        if len(others) + 1 == len(fitted):
-            tuning = dataclasses.replace(first, others=tuple(others))
+        launches, shape = read_tuning(winner).launches, (n, k, mma, gated, groups)
+        fitted = [each for launch in launches if (each := _fitted(launch, *shape)) is not None]
+        if len(fitted) == len(launches):
+            tuning = dataclasses.replace(fitted[0], others=tuple(fitted[1:]))
             return Choice(tuning, "measured on {device}, jax {jax}, {date}".format(**winner))
     return Choice(choose_tuning(rows, groups, n, k, mma, gated), "by the heuristic: none was measured for these sizes")
 
