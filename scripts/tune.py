@@ -3,12 +3,12 @@
 python scripts/tune.py --op w13 --recipe w4a16 --rows 128,2048 --json tuned.json
 
 Candidates are the splits of a block's rows of N over warpgroups, stage depths and row tiles that fit the shape; with
-`--together` calls of several launches, which share the groups out by what a full tile of each was measured to cost. All
-are timed back to back on every distribution of the rows, the best of them then several times in turn; the winner has
-the least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k, mma, gated,
-tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case first. `--winners FILE` puts the
-fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may share a GPU:
-each times while it holds `--lock FILE`.
+`--together` calls of several launches, which share the groups out by what a tile at each of their widths was measured
+to cost. All are timed back to back on every distribution of the rows, the best of them then several times in turn; the
+winner has the least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k,
+mma, gated, tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case first. `--winners FILE`
+puts the fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may
+share a GPU: each times while it holds `--lock FILE`.
 """
 
 import concurrent.futures
@@ -92,21 +92,26 @@ def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
     launches = list(dict.fromkeys(itertools.chain(*kinds)))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = list(pool.map(functools.partial(_full_tiles, case, w), launches))
-    us = [_back_to_back(call) for call in calls]
-    cost = {each: max(1, round(100 * each_us / w.shape[0])) for each, each_us in zip(launches, us, strict=True)}
+    costs = {}
+    for launch, of_each_width in zip(launches, calls, strict=True):
+        us = [_back_to_back(call) for call in of_each_width]
+        costs[launch] = tuple(max(1, round(100 * each / w.shape[0])) for each in us)
     found = [tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning]
     for choice in itertools.product(kinds[0], *([None, *kind] for kind in kinds[1:])):
-        asked = [dataclasses.replace(each, cost=cost[each]) for each in choice if each is not None]
+        asked = [dataclasses.replace(each, costs=costs[each]) for each in choice if each is not None]
         if len(set(asked)) == len(asked) > 1:
             found.append(dataclasses.replace(asked[0], others=tuple(asked[1:])))
     return found
 
 
-def _full_tiles(case: Case, w: KernelWeights, tuning: Tuning) -> Callable[[], Any]:
-    """A call in which each expert has the rows of one full tile."""
-    full = dataclasses.replace(case, rows=tuning.widest * w.shape[0], distribution="uniform")
-    x, sizes = quantized_rows(full, make_rows(full)), jnp.asarray(full.group_sizes)
-    return functools.partial(_compiled(full, w, tuning, x, sizes), x, w, sizes)
+def _full_tiles(case: Case, w: KernelWeights, tuning: Tuning) -> list[Callable[[], Any]]:
+    """For each width a call in which each expert has the rows of one tile that is full at it."""
+    groups = w.shape[0]
+    full = dataclasses.replace(case, rows=tuning.widest * groups, distribution="uniform")
+    x = quantized_rows(full, make_rows(full))
+    sizes = [jnp.full(groups, width, jnp.int32) for width in tuning.widths]
+    program = _compiled(full, w, tuning, x, sizes[0])
+    return [functools.partial(program, x, w, each) for each in sizes]
 
 
 def _compiled(case: Case, w: KernelWeights, tuning: Tuning, x: Any, sizes: Any) -> Any:

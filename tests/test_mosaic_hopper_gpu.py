@@ -35,6 +35,7 @@ pytestmark = pytest.mark.gpu
 KIMI = Situ(4.0, 25.0)
 QUANTIZERS = {"w4a8": jax.jit(quantize_mxfp8), "w4a8_fp8": jax.jit(quantize_fp8_token)}
 SIZES = (0, 1, 7, 8, 9, 63, 64, 65, 127, 128, 129, 257)
+OTHERS = Tuning((24, 40), 4, 1, 4, 3, costs=(2, 3)), Tuning((80,), 2, 2, 2, 3, costs=(4,))
 TUNINGS = (
     Tuning((8, 16, 24, 32), 4, 1, 4, 4),
     Tuning((40, 80, 120, 152), 2, 2, 2, 3),
@@ -42,7 +43,7 @@ TUNINGS = (
     Tuning((120,), 2, 2, 4, 2),
     Tuning((24,), 4, 2, 2, 3),
     Tuning((8, 40), 1, 2, 2, 4),
-    Tuning((152,), 2, 1, 2, 3, (Tuning((24, 40), 4, 1, 4, 3, cost=3), Tuning((80,), 2, 2, 2, 3, cost=4)), cost=6),
+    Tuning((152,), 2, 1, 2, 3, OTHERS, (6,)),
 )
 kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
 

@@ -130,7 +130,7 @@ def test_every_row_of_every_group_is_written_and_no_other_leaks(sizes: list[int]
 
 def test_launches_share_the_groups_out() -> None:
     """Groups of up to 8 rows are cheaper in the second; each launch leaves the rows of the other's alone."""
-    tuning = Tuning((24,), 2, 1, 2, 2, (Tuning((8,), 1, 2, 1, 3, cost=2),), cost=5)
+    tuning = Tuning((24,), 2, 1, 2, 2, (Tuning((8, 16), 1, 2, 1, 3, costs=(2, 4)),), (5,))
     result, expected = run([13, 0, 9, 1, 16], tuning)
     assert_same_bits(result, expected)
     assert not get_races().races_found

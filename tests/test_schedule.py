@@ -82,13 +82,21 @@ def test_heights_are_what_the_docstring_says(size: int, widest: int, heights: li
     assert [schedule.place(i, size, widest)[2] for i in range(tiles)] == heights
 
 
-LAUNCHES = st.lists(st.tuples(WIDEST, st.integers(1, 900)), min_size=1, max_size=4).map(tuple)
+PRICES = st.dictionaries(WIDEST, st.integers(1, 900), min_size=1, max_size=5).map(
+    lambda costs: schedule.Prices(tuple(sorted(costs)), tuple(costs[width] for width in sorted(costs)))
+)
+LAUNCHES = st.lists(PRICES, min_size=1, max_size=4).map(tuple)
 
 
 @settings(max_examples=50)
 @given(size=st.integers(0, 3000), launches=LAUNCHES)
-def test_a_group_is_the_launch_s_whose_tiles_cost_least(size: int, launches: tuple[tuple[int, int], ...]) -> None:
-    costs = [-(-size // widest) * cost for widest, cost in launches]
+def test_a_group_is_the_launch_s_whose_tiles_cost_least(size: int, launches: tuple[schedule.Prices, ...]) -> None:
+    costs = []
+    for prices in launches:
+        tiles = [schedule.place(i, size, prices.widths[-1])[2] for i in range(-(-size // prices.widths[-1]))]
+        highest = max(tiles, default=0)
+        each = next(cost for width, cost in zip(*prices, strict=True) if width >= highest)
+        costs.append(len(tiles) * each)
     chosen = schedule.cheapest(size, launches)
     assert costs[chosen] == min(costs)
     assert min(costs) not in costs[:chosen]

@@ -29,7 +29,8 @@ class Tuning:
         stages: pipeline stages.
         others: how further launches of the same call cut theirs; none of them has others. A group is computed by the
             launch whose tiles cost it least, so that few rows don't pay for tiles that many want, nor the reverse.
-        cost: of a tile over all of N, beside those of the other launches.
+        costs: of a tile over all of N that runs at each of the widths, beside those of the other launches; needed
+            where there are any.
 
     Raises:
         ValueError: a value that no shape could use.
@@ -41,7 +42,7 @@ class Tuning:
     k_units: int
     stages: int
     others: tuple["Tuning", ...] = ()
-    cost: int = 1
+    costs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         ascending = all(a < b for a, b in zip(self.widths, self.widths[1:], strict=False))
@@ -53,8 +54,11 @@ class Tuning:
             raise ValueError(f"{self} needs at least one unit and two stages")
         if self.widest > _WIDEST_PRODUCT:
             raise ValueError(f"{self} has tiles of more than {_WIDEST_PRODUCT} rows, wgmma's limit")
-        if self.cost < 1 or any(other.others for other in self.others):
-            raise ValueError(f"{self} has a tile that costs nothing, or other launches within others")
+        if any(other.others for other in self.others):
+            raise ValueError(f"{self} has other launches within others")
+        for each in self.launches if self.others else ():
+            if len(each.costs) != len(each.widths) or min(each.costs) < 1:
+                raise ValueError(f"costs={each.costs} must be a positive one for each of widths={each.widths}")
 
     @property
     def widest(self) -> int:
@@ -63,7 +67,7 @@ class Tuning:
     @property
     def launches(self) -> tuple["Tuning", ...]:
         """This one and the others."""
-        return dataclasses.replace(self, others=()), *self.others
+        return (dataclasses.replace(self, others=()), *self.others) if self.others else (self,)
 
     @property
     def row_units(self) -> int:

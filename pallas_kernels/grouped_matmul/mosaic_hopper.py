@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_matmul import tuned
+from pallas_kernels.grouped_matmul import schedule, tuned
 from pallas_kernels.grouped_matmul.config import Tuning
 from pallas_kernels.grouped_matmul.hopper import roles
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
@@ -128,7 +128,7 @@ def _geometries(
     """Of each launch."""
     groups, n, k = w.shape
     used = tuning or tuned.choose(rows, groups, n, k, w.mma, w.gated).tuning
-    launches = tuple((launch.widest, launch.cost) for launch in used.launches) if used.others else ()
+    launches = tuple(schedule.Prices(launch.widths, launch.costs) for launch in used.launches) if used.others else ()
     problem = rows, groups, n, k, w.mma, activation, out_format
     return [Geometry(*problem, launch, launches, number) for number, launch in enumerate(used.launches)]
 

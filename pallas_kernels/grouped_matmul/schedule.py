@@ -10,6 +10,8 @@ Where a call is several launches with tiles of different widths, each group is o
 Every function takes and returns Python integers or traced int32 scalars.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -70,9 +72,29 @@ def narrowest[Count: (int, jax.Array)](rows: Count, widths: tuple[int, ...]) -> 
     return sum(((rows > width).astype(jnp.int32) for width in widths[:-1]), jnp.int32(0))
 
 
-def cheapest[Count: (int, jax.Array)](size: Count, launches: tuple[tuple[int, int], ...]) -> Count:
-    """Which of the launches, each of (widest tile, cost of a tile), computes a group: the first of the cheapest."""
-    costs = [row_tiles(size, widest) * cost for widest, cost in launches]
+class Prices(NamedTuple):
+    """What a tile over all columns costs in a launch, at each of its ascending widths."""
+
+    widths: tuple[int, ...]
+    costs: tuple[int, ...]
+
+
+def group_cost[Count: (int, jax.Array)](size: Count, prices: Prices) -> Count:
+    """Of a group's tiles, the last taken to be as high as the others."""
+    widths, costs = prices
+    tiles = row_tiles(size, widths[-1])
+    if isinstance(size, int):
+        return tiles and tiles * costs[narrowest(tile_height(size, tiles), widths)]
+    height = tile_height(size, jnp.maximum(tiles, 1))
+    cost = jnp.int32(costs[-1])
+    for width, narrower in zip(widths[-2::-1], costs[-2::-1], strict=True):
+        cost = jnp.where(height <= width, narrower, cost)
+    return tiles * cost
+
+
+def cheapest[Count: (int, jax.Array)](size: Count, launches: tuple[Prices, ...]) -> Count:
+    """Which of the launches computes a group: the first of the cheapest."""
+    costs = [group_cost(size, prices) for prices in launches]
     if isinstance(size, int):
         return costs.index(min(costs))
     best, index = costs[0], jnp.int32(0)

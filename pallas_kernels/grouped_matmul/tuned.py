@@ -60,7 +60,8 @@ def read_tuning(record: dict[str, Any]) -> Tuning:
 
 def _tuning(fields: dict[str, Any]) -> Tuning:
     others = tuple(_tuning(other) for other in fields.get("others", ()))
-    return Tuning(**fields | {"widths": tuple(fields["widths"]), "others": others})
+    widths, costs = tuple(fields["widths"]), tuple(fields.get("costs", ()))
+    return Tuning(**fields | {"widths": widths, "costs": costs, "others": others})
 
 
 @functools.cache

@@ -110,7 +110,8 @@ def test_the_program_is_the_one_we_think_it_is(
     assert program.memory_analysis().temp_size_in_bytes <= cast + (1 << 20)
 
 
-LAUNCHES = Tuning((152,), 2, 1, 4, 3, (Tuning((80,), 2, 2, 4, 3, cost=4), Tuning((40,), 4, 1, 4, 3, cost=3)), cost=6)
+OTHERS = Tuning((40, 80), 2, 2, 4, 3, costs=(3, 4)), Tuning((40,), 4, 1, 4, 3, costs=(3,))
+LAUNCHES = Tuning((152,), 2, 1, 4, 3, OTHERS, (6,))
 
 
 @pytest.mark.parametrize("out_format", ["bf16", "mxfp8"])

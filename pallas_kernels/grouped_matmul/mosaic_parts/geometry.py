@@ -56,7 +56,7 @@ class Sizes(Protocol):
 class Geometry[Cut: Sizes]:
     """Static sizes. `n` and `k` are the weights', `rows` x's.
 
-    `launches` are the (widest tile, cost of a tile) of a call's launches if there are several; `launch` is this one.
+    `launches` are the prices of a call's launches if there are several; `launch` is this one.
     """
 
     rows: int
@@ -67,7 +67,7 @@ class Geometry[Cut: Sizes]:
     activation: Activation | None
     out_format: WrittenFormat
     tuning: Cut
-    launches: tuple[tuple[int, int], ...] = ()
+    launches: tuple[schedule.Prices, ...] = ()
     launch: int = 0
 
     @property

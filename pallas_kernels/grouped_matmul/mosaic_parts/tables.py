@@ -32,7 +32,9 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     uniform,
     utils,
     wide,
+    word,
 )
+from pallas_kernels.grouped_matmul.schedule import ROW_STEP, Prices
 
 _PAST_END = 0x7FFF_FFFF
 
@@ -67,9 +69,10 @@ def locate(shape: Geometry, table: Any, tile: Any, group: Any) -> tuple[Any, Any
     """(group, its first tile, first row and size) for a tile, searching from `group` on; group G: no such tile."""
     found = _found(table, tile, group)
     rows = table_words(shape.groups)
-    first_row = jnp.where(found > 0, _entry(table, rows + jnp.maximum(found - 1, 0)), 0)
+    before = jnp.maximum(found - 1, 0)
+    first_tile, first_row = (jnp.where(found > 0, _entry(table, at + before), 0) for at in (0, rows))
     size = _entry(table, rows + found) - first_row
-    return found, _entry(table, found) - shape.tiles(size), first_row, size
+    return found, first_tile, first_row, size
 
 
 def _entry(table: Any, index: Any) -> Any:
@@ -110,7 +113,7 @@ def build(shape: Geometry, sizes: Value, table: Value) -> None:
         inside = less(group, shape.groups)
         address = arith.addi(sizes, wide(left(arith.minsi(group, constant(shape.groups - 1)), 2)))
         rows = arith.select(inside, ptx("ld.global.b32 $0, [$1];", address, out=i32(), volatile=True), constant(0))
-        tiles = mul(_row_tiles(rows, shape.tuning.widest), shape.column_blocks)
+        tiles = mul(_quotient_up(rows, shape.tuning.widest), shape.column_blocks)
         if shape.launches:
             tiles = arith.select(equal(_cheapest(rows, shape.launches), shape.launch), tiles, constant(0))
         for distance in (1, 2, 4, 8, 16):
@@ -124,14 +127,26 @@ def build(shape: Geometry, sizes: Value, table: Value) -> None:
         return tiles, rows
 
 
-def _row_tiles(rows: Value, widest: int) -> Value:
-    """`schedule.row_tiles`."""
-    return arith.divui(add(rows, widest - 1), constant(widest))
+def _quotient_up(a: Value, b: Value | int) -> Value:
+    """`a / b`, rounded up."""
+    return arith.divui(add(a, add(word(b), -1)), word(b))
 
 
-def _cheapest(rows: Value, launches: tuple[tuple[int, int], ...]) -> Value:
+def _group_cost(rows: Value, prices: Prices) -> Value:
+    """`schedule.group_cost`."""
+    widths, costs = prices
+    tiles = _quotient_up(rows, widths[-1])
+    share = _quotient_up(rows, arith.maxui(tiles, constant(1)))
+    height = mul(_quotient_up(share, ROW_STEP), ROW_STEP)
+    cost = constant(costs[-1])
+    for width, narrower in zip(widths[-2::-1], costs[-2::-1], strict=True):
+        cost = arith.select(less(height, width + 1), constant(narrower), cost)
+    return mul(tiles, cost)
+
+
+def _cheapest(rows: Value, launches: tuple[Prices, ...]) -> Value:
     """`schedule.cheapest`."""
-    costs = [mul(_row_tiles(rows, widest), cost) for widest, cost in launches]
+    costs = [_group_cost(rows, prices) for prices in launches]
     best, index = costs[0], constant(0)
     for number, cost in enumerate(costs[1:], 1):
         index = arith.select(less(cost, best), constant(number), index)
