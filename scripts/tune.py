@@ -128,7 +128,7 @@ def _row_tiles(mean: int, mma: Mma) -> list[tuple[int, ...]]:
 
 def _shapes(widest: int, mma: Mma) -> Iterator[tuple[int, int, int]]:
     """(warpgroups, units of each, units of K in a stage)"""
-    splits = ((4, 1), (2, 2), (3, 1), (2, 1), (4, 2)) if widest <= _NARROW else ((2, 2), (3, 1), (2, 1), (4, 1))
+    splits = ((4, 1), (2, 2), (3, 1), (2, 1), (4, 2), (1, 1)) if widest <= _NARROW else ((2, 2), (3, 1), (2, 1), (4, 1))
     depths = ((2, 4) if mma == "e4m3" else (1, 2, 4, 8)) if widest <= _NARROW else (2, 1, 4)
     return ((*split, k_units) for split in splits for k_units in depths)
 

@@ -31,12 +31,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul.blackwell import roles
 from pallas_kernels.grouped_matmul.blackwell.config import BlackwellTuning, choose_tuning
+from pallas_kernels.grouped_matmul.config import LONGEST_COPY
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, WrittenFormat
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
-
-_LEAST_ROWS = 32  # rows of the largest tensor copy
 
 
 def grouped_matmul(
@@ -74,7 +73,7 @@ def grouped_matmul(
     groups, n, k = w.shape
     used = tuning or choose_tuning(x.shape[0], groups, n, k, w.gated)
     shape = Geometry(x.shape[0], groups, n, k, w.mma, activation, out_format, used)
-    padded = jnp.pad(x, ((0, max(0, _LEAST_ROWS - shape.rows)), (0, 0)))
+    padded = jnp.pad(x, ((0, max(0, LONGEST_COPY - shape.rows)), (0, 0)))
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
     operands = [padded, w.words, group_sizes.astype(jnp.int32), w.exponents]

@@ -1,7 +1,8 @@
 """Which tuning a call of the Hopper kernel gets: one that a search measured, where there is one, else the heuristic's.
 
 `tunings.json` holds the winners of `scripts/tune.py`, each with the GPU, the version of JAX and the day. One holds for
-weights of its N and K and for every number of groups with its mean of rows a group, in steps of 8.
+weights of its N and K and for every number of groups with its mean of rows a group, in steps of 8; apart are so few
+rows that only as many groups can have any, of whose tiles the last wave is a large part.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from pallas_kernels.grouped_matmul.config import Tuning, choose_tuning, mean_width
 from pallas_kernels.grouped_matmul.kernel_layout import Mma
 
+_FEW_ROWS = 32  # a token's picks, and two tokens'
 WINNERS = Path(__file__).with_name("tunings.json")
 
 
@@ -29,7 +31,7 @@ def choose(rows: int, groups: int, n: int, k: int, mma: Mma, gated: bool) -> Cho
     Raises:
         NotImplementedError: no tuning fits the shape.
     """
-    winner = _winners().get((n, k, mma, gated, mean_width(rows, groups)))
+    winner = _winners().get(_key(n, k, mma, gated, rows, groups))
     if winner is not None:
         launches, shape = read_tuning(winner).launches, (n, k, mma, gated, groups)
         fitted = [each for launch in launches if (each := _fitted(launch, *shape)) is not None]
@@ -48,10 +50,24 @@ def _fitted(tuning: Tuning, n: int, k: int, mma: Mma, gated: bool, groups: int) 
     return None
 
 
-def key(record: dict[str, Any]) -> tuple[int, int, Mma, bool, int]:
-    """What a record of the search is a winner for: (N, K, operands, whether gated, mean rows a group in steps of 8)."""
-    mean = mean_width(record["rows"], record["groups"])
-    return record["n"], record["k"], record["mma"], record["gated"], mean
+class Key(NamedTuple):
+    """What a winner is one for."""
+
+    n: int
+    k: int
+    mma: Mma
+    gated: bool
+    mean_width: int
+    few_rows: bool
+
+
+def key(record: dict[str, Any]) -> Key:
+    """What a record of the search is a winner for."""
+    return _key(*(record[name] for name in ("n", "k", "mma", "gated", "rows", "groups")))
+
+
+def _key(n: int, k: int, mma: Mma, gated: bool, rows: int, groups: int) -> Key:
+    return Key(n, k, mma, gated, mean_width(rows, groups), rows <= _FEW_ROWS)
 
 
 def read_tuning(record: dict[str, Any]) -> Tuning:
@@ -65,5 +81,5 @@ def _tuning(fields: dict[str, Any]) -> Tuning:
 
 
 @functools.cache
-def _winners() -> dict[tuple[int, int, Mma, bool, int], dict[str, Any]]:
+def _winners() -> dict[Key, dict[str, Any]]:
     return {key(record): record for record in json.loads(WINNERS.read_text(encoding="utf-8"))}

@@ -6,7 +6,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.grouped_matmul.config import LINE_BYTES
+from pallas_kernels.grouped_matmul.config import LINE_BYTES, LONGEST_COPY
 from pallas_kernels.grouped_matmul.mosaic_parts.decode import UNIT_BYTES
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry
 from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
@@ -25,7 +25,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     wide,
 )
 
-_COPIES = (32, 16, 8)  # rows of x that one tensor copy brings
+_COPIES = (LONGEST_COPY, 16, 8)  # rows
 
 
 def copy_weights(
