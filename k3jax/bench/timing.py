@@ -75,7 +75,8 @@ class Stopwatch:
         if seconds > limit:
             return None
         if self.timer == "device" and seconds <= _LONG:
-            return summarise(_device_times(call, self.repeats, int(_WARM_UP / seconds) + 2), "device")
+            (times,) = device_times([call], self.repeats, int(_WARM_UP / seconds) + 2)
+            return summarise(times, "device")
         times = [_seconds(call) for _ in range(self.repeats if seconds <= _LONG else min(self.repeats, 3))]
         return summarise([1e6 * time for time in times], "wall")
 
@@ -116,21 +117,29 @@ def call_times(activities: Iterable[Activity], marker: str = _FLUSH_MODULE) -> l
     return [(max(one.end for one in call) - call[0].start) / 1e3 for call in calls]
 
 
-def _device_times(call: Callable[[], Any], repeats: int, warm_up: int) -> list[float]:
+def device_times(calls: Sequence[Callable[[], Any]], repeats: int, warm_up: int) -> list[list[float]]:
+    """Microseconds on the GPU of each call, `repeats` times over, all of them in turn and each after a cold L2.
+
+    The first `warm_up` rounds don't count.
+
+    Raises:
+        OSError: the profile does not show the calls.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 0
     value = jnp.float32(1)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for _ in range(warm_up + repeats):
+            for call in [*calls] * (warm_up + repeats):
                 _flush_l2()(value)
                 result = call()
             jax.block_until_ready(result)
         times = call_times(_activities(folder))
-    if len(times) != warm_up + repeats:
-        raise OSError(f"the GPU's profile shows {len(times)} calls of {warm_up + repeats}; {_ADVICE}")
-    return times[warm_up:]
+    expected = len(calls) * (warm_up + repeats)
+    if len(times) != expected:
+        raise OSError(f"the GPU's profile shows {len(times)} calls of {expected}; {_ADVICE}")
+    return [times[first :: len(calls)][warm_up:] for first in range(len(calls))]
 
 
 def _activities(folder: str) -> list[Activity]:
