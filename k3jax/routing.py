@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from k3jax.config import K3Config
-from pallas_kernels import stable_top_k
+from pallas_kernels import stable_top_k, top_k_weights
 
 MASKED = -1  # the id of a slot that goes to no expert
 
@@ -64,14 +64,11 @@ def pick_experts(
 ) -> Routing:
     """The X experts of each token; equal scores go to the lowest id, tokens with a False mask to none."""
     scores = jax.nn.sigmoid(logits) if config.router_activation == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    choice = jax.lax.stop_gradient(scores + bias[None, :])
     if config.num_expert_group > config.topk_group:
-        choice = _best_groups_only(choice, config.num_expert_group, config.topk_group)
-    ids = stable_top_k(choice, config.experts_per_token)
-    weights = jnp.take_along_axis(scores, ids, axis=-1)
-    if config.renormalize and config.experts_per_token > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    weights = weights * config.routed_scaling_factor
+        scores = _best_groups_only(scores, bias, config.num_expert_group, config.topk_group)
+    picks = config.experts_per_token
+    renormalize, scale = config.renormalize and picks > 1, float(config.routed_scaling_factor)
+    ids, weights = top_k_weights(scores, bias, picks, renormalize=renormalize, scale=scale)
     if mask is not None:
         ids = jnp.where(mask[:, None], ids, MASKED)
         weights = jnp.where(mask[:, None], weights, 0.0)
@@ -91,10 +88,16 @@ def expert_load(routing: Routing, num_experts: int, ranks: int = 1) -> ExpertLoa
     return ExpertLoad(per_expert, per_expert.reshape(ranks, -1).sum(axis=1, dtype=jnp.int32))
 
 
-def _best_groups_only(choice: Float[Array, "t e"], num_groups: int, kept: int) -> Float[Array, "t e"]:
-    """Masks with -inf the experts outside each token's `kept` best groups; a group scores its two best experts' sum."""
-    grouped = choice.reshape(choice.shape[0], num_groups, -1)
-    group_scores = jnp.sort(grouped, axis=-1)[..., -2:].sum(axis=-1)
+def _best_groups_only(
+    scores: Float[Array, "t e"], bias: Float[Array, " e"], num_groups: int, kept: int
+) -> Float[Array, "t e"]:
+    """Masks with -inf the scores outside each token's `kept` best groups.
+
+    A group's own is the sum of its two best, as biased.
+    """
+    grouped = scores.reshape(scores.shape[0], num_groups, -1)
+    choice = jax.lax.stop_gradient(grouped + bias.reshape(1, num_groups, -1))
+    group_scores = jnp.sort(choice, axis=-1)[..., -2:].sum(axis=-1)
     best = stable_top_k(group_scores, kept)
     is_kept = jnp.any(best[:, :, None] == jnp.arange(num_groups)[None, None, :], axis=1)
-    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+    return jnp.where(is_kept[:, :, None], grouped, -jnp.inf).reshape(scores.shape)

@@ -17,7 +17,7 @@ from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
 from pallas_kernels.slot_order import RowSchedule, schedule_rows
 from pallas_kernels.token_rows import combine_rows, gather_rows
-from pallas_kernels.top_k import stable_top_k
+from pallas_kernels.top_k import stable_top_k, top_k_weights
 
 __all__ = [
     "OUT_FORMATS",
@@ -48,4 +48,5 @@ __all__ = [
     "stable_top_k",
     "swiglu_and_mul",
     "to_kernel_layout",
+    "top_k_weights",
 ]

@@ -24,6 +24,7 @@ _FASTEST_FIRST = {
     # xla before triton: on an H200, a decode step with jax-triton's calls in it waited for the host's launches, as if
     # XLA left them out of its CUDA graph.
     "stable_top_k": ("mosaic", "xla", "triton", "reference"),
+    "top_k_weights": ("mosaic", "xla", "reference"),
     "schedule_rows": ("mosaic", "xla", "triton", "reference"),
     "gather_rows": ("mosaic", "triton", "xla", "reference"),
     "combine_rows": ("mosaic", "xla", "triton", "reference"),

@@ -3,13 +3,13 @@
 All threads of all blocks are lanes of one array `[warps, 32]` a register. Warps that stand at the same instruction take
 it together, those that are furthest behind first; a warp's 32 lanes must agree on every branch.
 
-What it knows of PTX: integers of 16 to 64 bits and predicates, `fma.rn.f32` (rounded twice, by way of float64: right
-where the sum is exact), loads of inputs and stores of outputs in words of 32 bits and vectors of them, one static
-barrier, a table of words in shared memory, and what a warp does together (redux, vote, shfl). Anything else raises
-`NotImplementedError`. What a GPU would let pass raises `AssertionError`: an access out of bounds or misaligned, a load
-of an output, a second store to one word, a shared word that is read before it is written, or that two lanes write with
-no barrier between. What a lane reads of a shared word that another wrote, with no barrier since, is `GARBAGE`. A store
-that overtakes another lane's load is not noticed.
+What it knows of PTX: integers of 16 to 64 bits and predicates, float32 sums, products and quotients, `fma.rn.f32`
+(rounded twice, by way of float64: right where the sum is exact), loads of inputs and stores of outputs in words of 32
+bits and vectors of them, one static barrier, a table of words in shared memory, and what a warp does together (redux,
+vote, shfl). Anything else raises `NotImplementedError`. What a GPU would let pass raises `AssertionError`: an access
+out of bounds or misaligned, a load of an output, a second store to one word, a shared word that is read before it is
+written, or that two lanes write with no barrier between. What a lane reads of a shared word that another wrote, with no
+barrier since, is `GARBAGE`. A store that overtakes another lane's load is not noticed.
 """
 
 import operator
@@ -58,10 +58,21 @@ def _upper_half(x: Lanes, y: Lanes) -> Lanes:
     return (x >> half) * (y >> half) + (first >> half) + (second >> half)
 
 
+def _of_float32(function: Callable[..., Any]) -> Callable[..., Lanes]:
+    """A function of float32, on their bits."""
+
+    def on_bits(*lanes: Lanes) -> Lanes:
+        with np.errstate(all="ignore"):
+            result = function(*(each.astype(np.uint32).view(np.float32) for each in lanes))
+        return result.view(np.uint32)
+
+    return on_bits
+
+
 def _multiplied_and_added(x: Lanes, y: Lanes, z: Lanes) -> Lanes:
-    """Of bits of float32. A product of two has 48 bits at most, so only the sum is rounded, and then once more."""
-    x, y, z = (lanes.astype(np.uint32).view(np.float32).astype(np.float64) for lanes in (x, y, z))
-    return (x * y + z).astype(np.float32).view(np.uint32)
+    """A product of two float32 has 48 bits at most, so only the sum is rounded, and then once more."""
+    x, y, z = (lanes.astype(np.float64) for lanes in (x, y, z))
+    return (x * y + z).astype(np.float32)
 
 
 # By the opcode without its last part, the type of its operands: sign-extended to int64 if they are signed.
@@ -88,7 +99,10 @@ _OF_ONE_TYPE: dict[str, Callable[..., Any]] = {
     "mul.hi.u32": lambda x, y: x * y >> np.uint64(32),
     "mul.hi.u64": _upper_half,
     "bfe.u32": lambda x, start, length: x >> start & (np.uint64(1) << length) - np.uint64(1),
-    "fma.rn.f32": _multiplied_and_added,
+    "add.rn.f32": _of_float32(operator.add),
+    "mul.rn.f32": _of_float32(operator.mul),
+    "div.rn.f32": _of_float32(operator.truediv),
+    "fma.rn.f32": _of_float32(_multiplied_and_added),
     "selp.f32": _COMPUTED["selp"],
 }
 _AGREED: dict[str, Callable[..., Any]] = {"add": np.sum, "max": np.max, "min": np.min}
@@ -273,7 +287,9 @@ class _Grid:
             self._set(name, _AGREED[agreed[1]](value, axis=1, keepdims=True), on)
         elif opcode == "vote.sync.ballot.b32":
             self._set(name, (value << np.arange(32, dtype=np.uint64)).sum(1, keepdims=True), on)
-        elif opcode == "shfl.sync.idx.b32" and arguments[3] == "31":
-            self._set(name, np.take_along_axis(value, self._value(arguments[2]).astype(int), 1), on)
+        elif opcode in ("shfl.sync.idx.b32", "shfl.sync.bfly.b32") and arguments[3] == "31":
+            lane = self._value(arguments[2]).astype(int)
+            lane = lane ^ np.arange(32) if opcode == "shfl.sync.bfly.b32" else lane
+            self._set(name, np.take_along_axis(value, lane, 1), on)
         else:
             raise NotImplementedError(f"{opcode} {arguments}")

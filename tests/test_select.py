@@ -85,8 +85,8 @@ def test_on_hopper_bfloat16_rows_get_the_kernel_and_others_xla(op: str, monkeypa
 def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     ids, scores = jax.ShapeDtypeStruct((8192, 16), jnp.int32), jax.ShapeDtypeStruct((2, 1024), jnp.float32)
-    assert explain("schedule_rows").chosen == explain("stable_top_k").chosen == "mosaic"
-    assert explain("schedule_rows", x=ids, groups=255).chosen == explain("stable_top_k", x=scores).chosen == "mosaic"
+    for op, x, count in (("schedule_rows", ids, 255), ("stable_top_k", scores, None), ("top_k_weights", scores, None)):
+        assert explain(op).chosen == explain(op, x=x, groups=count).chosen == "mosaic"
     for groups, reason in ((0, "no group"), (256, "131072 slots of 256 groups are more than")):
         explained = explain("schedule_rows", x=ids, groups=groups)
         assert explained.chosen == "xla"
@@ -96,9 +96,10 @@ def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.Mo
         (jax.ShapeDtypeStruct((2, 8), jnp.bfloat16), "values are bfloat16"),
         (jax.ShapeDtypeStruct((1 << 21, 1024), jnp.float32), "more than 1073741824 elements"),
     ):
-        explained = explain("stable_top_k", x=scores)
-        assert explained.chosen == "xla"
-        assert reason in explained.others["mosaic"]
+        for op in ("stable_top_k", "top_k_weights"):
+            explained = explain(op, x=scores)
+            assert explained.chosen == "xla"
+            assert reason in explained.others["mosaic"]
 
 
 def test_on_hopper_bfloat16_weights_get_mosaic_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 IMPLEMENTATIONS = ("mosaic", "triton")
 MOVES = ("gather_rows", "combine_rows")
-ORDERS = ("schedule_rows", "stable_top_k")
+ORDERS = ("schedule_rows", "stable_top_k", "top_k_weights")
 
 
 def of(implementation: str) -> Any:

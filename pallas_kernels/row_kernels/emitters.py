@@ -132,3 +132,8 @@ def address(base: Value, index: Value, size: int) -> Value:
 def number(array: Value, index: Value) -> Value:
     """Element `index` of an array of 32-bit elements, which neighbouring threads read too."""
     return ptx("ld.global.nc.b32 $0, [$1];", address(array, index, 4), out=i32(), volatile=True)
+
+
+def agreed(operation: str, value: Value) -> Value:
+    """Of the whole warp: the largest, the least, the sum."""
+    return ptx(f"redux.sync.{operation} $0, $1, 0xffffffff;", value, out=i32(), volatile=True)

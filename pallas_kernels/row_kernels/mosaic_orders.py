@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.row_kernels import order_emitters
+from pallas_kernels.row_kernels import pick_emitters, schedule_emitters
 from pallas_kernels.row_kernels.emitters import THREADS
 from pallas_kernels.row_kernels.mosaic_rows import block_kernel
 from pallas_kernels.slot_order import RowSchedule
@@ -44,21 +44,37 @@ def why_not(op: str, x: Any, groups: int | None = None) -> str | None:
 def top_k(values: Float[Array, "t n"], k: int) -> Int[Array, "t k"]:
     """`top_k.stable_top_k`, for at least one value and pick."""
     rows, columns = values.shape
-    emit = functools.partial(order_emitters.largest, rows, columns, k)
-    out = (jax.ShapeDtypeStruct((rows * k,), jnp.int32),)
-    blocks = -(-rows // (THREADS // 32))
-    kernel = block_kernel("stable_top_k", emit, out, blocks, table_words=order_emitters.table_words(columns))
-    (places,) = kernel(values.reshape(-1))
+    emit = functools.partial(pick_emitters.largest, rows, columns, k)
+    (places,) = _picking("stable_top_k", emit, values, k, jnp.int32)(values.reshape(-1))
     return places.reshape(rows, k)
+
+
+def top_k_weights(
+    scores: Float[Array, "t n"], bias: Float[Array, " n"], k: int, renormalize: bool, scale: float
+) -> tuple[Int[Array, "t k"], Float[Array, "t k"]]:
+    """`top_k.top_k_weights`, for at least one value and pick."""
+    rows, columns = scores.shape
+    emit = functools.partial(pick_emitters.weighted, rows, columns, k, renormalize, scale)
+    kernel = _picking("top_k_weights", emit, scores, k, jnp.int32, jnp.float32)
+    ids, weights = kernel(scores.reshape(-1), bias)
+    return ids.reshape(rows, k), weights.reshape(rows, k)
+
+
+def _picking(name: str, emit: Any, values: Array, k: int, *results: Any) -> Any:
+    """A kernel of a warp a row of `values`, with so many results a row of each dtype."""
+    rows, columns = values.shape
+    out = tuple(jax.ShapeDtypeStruct((rows * k,), dtype) for dtype in results)
+    blocks = -(-rows // (THREADS // 32))
+    return block_kernel(name, emit, out, blocks, table_words=pick_emitters.table_words(columns))
 
 
 def schedule_rows(ids: Int[Array, "t x"], groups: int) -> RowSchedule:
     """`slot_order.schedule_rows`, for at least one slot and group."""
     slots = ids.size
     warpgroups = 1 if slots <= _FEW_SLOTS else 4
-    emit = functools.partial(order_emitters.scheduled, slots, ids.shape[1], groups, warpgroups * THREADS // 32)
+    emit = functools.partial(schedule_emitters.scheduled, slots, ids.shape[1], groups, warpgroups * THREADS // 32)
     out = tuple(jax.ShapeDtypeStruct((size,), jnp.int32) for size in (slots, slots, groups))
-    words = order_emitters.SCHEDULE_TABLE_WORDS
+    words = schedule_emitters.TABLE_WORDS
     kernel = block_kernel("schedule_rows", emit, out, groups + 1, warpgroups=warpgroups, table_words=words)
     token, row, sizes = kernel(ids.reshape(-1))
     return RowSchedule(token, row.reshape(ids.shape), sizes)

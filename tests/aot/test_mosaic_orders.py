@@ -38,9 +38,25 @@ def test_a_score_is_read_once_and_a_loop_picks(
     ptx = ptx_of(top_k, (tokens, columns), jnp.float32, target, tmp_path)
     assert re.findall(r"ld\.global\S*", ptx) == ["ld.global.nc.b32"] * -(-columns // 32)
     assert ptx.rindex("ld.global") < ptx.index("st.shared"), "all are asked for before one is used"
-    picks = len(re.findall(r"st\.global\.b32", ptx))
+    require_a_loop_and_a_store_at_its_end(ptx, k)
+
+
+def require_a_loop_and_a_store_at_its_end(ptx: str, k: int, arrays: int = 1) -> None:
+    picks = len(re.findall(r"ld\.shared\.b32", ptx))
     assert 1 <= picks <= k, "a loop, which the compiler may unroll"
     assert len(re.findall(r"redux\.sync", ptx)) == 4 * picks
+    assert len(re.findall(r"st\.global\.b32", ptx)) == arrays * -(-k // 32)
+
+
+def test_weights_cost_the_loads_of_a_bias_and_one_of_what_was_picked(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    weigh = functools.partial(mosaic_orders.top_k_weights, k=16, renormalize=True, scale=2.5)
+    ptx = ptx_of(lambda scores: weigh(scores, scores[0]), (1000, 896), jnp.float32, target, tmp_path)
+    assert re.findall(r"ld\.global\S*", ptx) == ["ld.global.nc.b32"] * (2 * 896 // 32 + 1)
+    assert len(re.findall(r"div\.rn\.f32", ptx)) == 1
+    require_a_loop_and_a_store_at_its_end(ptx, 16, arrays=2)
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,28 @@ def test_the_largest_are_those_of_a_stable_sort(
     np.testing.assert_array_equal(places, np.argsort(-values, axis=1, kind="stable")[:, :k])
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("columns", "k"), [(7, 7), (112, 16), (101, 45)])
+def test_weights_are_the_scores_picked(
+    columns: int, k: int, renormalize: bool, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over their sum, in which five roundings of neighbouring sums, a quotient's and a product's may show."""
+    rng = np.random.default_rng(columns)
+    scores = rng.random((9, columns)).astype(np.float32)
+    scores[4:] = np.round(64 * scores[4:]) / 64
+    scores[1] = 0
+    scores[2, 5], scores[3, :3] = np.nan, np.inf
+    bias = np.round(8 * rng.standard_normal(columns)).astype(np.float32) / 64  # of whose sums many are equal
+    weigh = functools.partial(mosaic_orders.top_k_weights, k=k, renormalize=renormalize, scale=2.5)
+    ids, weights = compiled(weigh, [scores, bias], target, tmp_path, monkeypatch)(scores, bias)
+    expected = np.argsort(-(scores + bias), axis=1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(ids, expected)
+    exact = np.take_along_axis(scores, expected, 1).astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        exact = exact / (exact.sum(1, keepdims=True) + 1e-20) if renormalize else exact
+    np.testing.assert_allclose(weights, 2.5 * exact, rtol=2**-21 if renormalize else 2**-24)
+
+
 @pytest.mark.parametrize(
     ("tokens", "picks", "groups"),
     [(1, 1, 1), (1, 16, 896), (8, 16, 112), (43, 3, 5), (151, 16, 60), (333, 7, 13), (1031, 16, 2)],

@@ -1,4 +1,4 @@
-"""What one block of the kernels that order rows does, in PTX. Arrays are addresses, and so is a table in shared memory.
+"""What one block of the kernel that orders slots by their group does, in PTX. Arrays are addresses, and so is a table.
 
 Integers throughout, compared within a warp or a block and never across blocks, so that no result depends on any order
 of work. All lanes of a warp take the same way.
@@ -12,7 +12,6 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     arith,
     both,
     constant,
-    either,
     equal,
     i32,
     left,
@@ -23,89 +22,16 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     ptx_if,
     right,
     scf,
-    thread,
     utils,
 )
-from pallas_kernels.row_kernels.emitters import THREADS, address, clamped, number
+from pallas_kernels.row_kernels.emitters import address, agreed, clamped
 
 _LANES = 32
-_STRIDE = _LANES + 1  # words of a layer in the table: lanes that read one column each then read different banks
-_ABSENT, _NAN, _ZERO = 0, 1, 0x8000_0000  # keys: of what is taken or past the end, below every number, of both zeros
 IDS = 4  # that a thread loads at once, 16 bytes
 CHUNK = _LANES * IDS  # neighbouring slots, as a warp loads them
 _MOST_CHUNKS = 8  # that a warp asks for before it looks at the first
-SCHEDULE_TABLE_WORDS = 2 * _LANES  # two tables of a word for each warp of a block
+TABLE_WORDS = 2 * _LANES  # two tables of a word for each warp of a block
 _SECOND_TABLE = 4 * _LANES  # bytes
-
-
-def layers_of(columns: int) -> int:
-    """Columns that a lane holds."""
-    return -(-columns // _LANES)
-
-
-def table_words(columns: int) -> int:
-    """Of the tables of a block's warps in `largest`."""
-    return THREADS // _LANES * layers_of(columns) * _STRIDE
-
-
-def largest(rows: int, columns: int, picks: int, block: Value, values: Value, places: Value, table: Value) -> None:
-    """The places of a row's `picks` largest, a row a warp.
-
-    Lane l holds the columns l, l + 32, ... and of them the largest and its place. The warp agrees on the largest of
-    all; the holder's columns then lie across the lanes, in the table, and the warp agrees on the largest that is left.
-    """
-    own = thread()
-    lane = both(own, 31)
-    row = add(mul(block, THREADS // _LANES), right(own, 5))
-    writes = arith.andi(less(row, rows), equal(lane, 0))
-    keys = _keys(columns, mul(clamped(row, rows), columns), lane, values)
-    layers = len(keys)
-    table = add(table, mul(right(own, 5), 4 * layers * _STRIDE))
-    best, place = keys[0], lane
-    for layer, key in enumerate(keys):
-        ptx("st.shared.b32 [$0], $1;", add(table, left(add(lane, layer * _STRIDE), 2)), key)
-        if layer:
-            above = arith.cmpi(arith.CmpIPredicate.ugt, key, best)  # and not equal ones: the first stays
-            best, place = arith.select(above, key, best), arith.select(above, add(lane, 32 * layer), place)
-    ptx("bar.warp.sync 0xffffffff;")
-    # From here on a lane reads and writes one layer only, so that the warp need not wait for itself again.
-    own_layer = add(table, mul(clamped(lane, layers), 4 * _STRIDE))
-    first_pick = mul(row, picks)
-
-    @utils.fori(arith.constant(ir.IndexType.get(), picks), (best, place))
-    def _(i: Value, carry: tuple[Value, Value]) -> tuple[Value, Value]:
-        best, place = carry
-        most = _agreed("max.u32", best)
-        taken = _agreed("min.u32", arith.select(equal(best, most), place, constant(-1)))
-        at = address(places, add(first_pick, arith.index_castui(i32(), i)), 4)
-        ptx_if(writes, "st.global.b32 [$0], $1;", at, taken)
-        holder, layer = both(taken, 31), right(taken, 5)
-        word = add(own_layer, left(holder, 2))
-        is_taken = equal(lane, layer)
-        key = load_shared_32(word)
-        ptx_if(is_taken, "st.shared.b32 [$0], $1;", word, constant(_ABSENT))
-        key = arith.select(is_taken, constant(_ABSENT), arith.select(less(lane, layers), key, constant(_ABSENT)))
-        most = _agreed("max.u32", key)
-        layer = _agreed("min.u32", arith.select(equal(key, most), lane, constant(-1)))
-        holds = equal(lane, holder)
-        return arith.select(holds, most, best), arith.select(holds, add(left(layer, 5), lane), place)
-
-
-def _keys(columns: int, start: Value, lane: Value, values: Value) -> list[Value]:
-    """Of the lane's columns of the row that starts at element `start`; all are asked for before the first is used."""
-    places = [add(lane, _LANES * layer) for layer in range(layers_of(columns))]
-    loaded = [number(values, add(start, clamped(place, columns))) for place in places]
-    keys = [_key(bits) for bits in loaded]
-    return [arith.select(less(place, columns), key, constant(_ABSENT)) for place, key in zip(places, keys, strict=True)]
-
-
-def _key(bits: Value) -> Value:
-    """Of a float32's bits: unsigned integers in its order, zeros of both signs equal, NaN below every number."""
-    magnitude = both(bits, 0x7FFF_FFFF)
-    negative = arith.xori(bits, constant(-1))  # the larger the magnitude, the smaller
-    key = arith.select(less(bits, 0), negative, either(bits, constant(0x8000_0000)))
-    key = arith.select(equal(magnitude, 0), constant(_ZERO), key)
-    return arith.select(less(constant(0x7F80_0000), magnitude), constant(_NAN), key)
 
 
 def chunks_at_once(slots: int, warps: int) -> tuple[int, int]:
@@ -175,12 +101,12 @@ def _over_block(below: Value, held: Value, warps: int, lane: Value, warp: Value,
     first = equal(lane, 0)
     for offset, value in ((0, below), (_SECOND_TABLE, held)):
         at = add(table, add(left(warp, 2), offset))
-        ptx_if(first, "st.shared.b32 [$0], $1;", at, _agreed("add.u32", value))
+        ptx_if(first, "st.shared.b32 [$0], $1;", at, agreed("add.u32", value))
     ptx("bar.sync 0;")
     at = add(table, left(clamped(lane, warps), 2))
     below, held = load_shared_32(at), load_shared_32(add(at, _SECOND_TABLE))
     below, count, before = (
-        _agreed("add.u32", arith.select(less(lane, end), value, constant(0)))
+        agreed("add.u32", arith.select(less(lane, end), value, constant(0)))
         for value, end in ((below, warps), (held, warps), (held, warp))
     )
     return add(below, before), count
@@ -240,11 +166,6 @@ def _is_of(word: Value, block: Value, groups: int) -> Value:
 
 def _bit(condition: Value) -> Value:
     return arith.extui(i32(), condition)
-
-
-def _agreed(operation: str, value: Value) -> Value:
-    """Of the whole warp: the largest, the least, the sum."""
-    return ptx(f"redux.sync.{operation} $0, $1, 0xffffffff;", value, out=i32(), volatile=True)
 
 
 def _ballot(condition: Value) -> Value:
