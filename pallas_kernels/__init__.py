@@ -1,5 +1,6 @@
 """Kernels and number formats for MXFP4 mixture-of-experts layers. Knows arrays, not models or meshes."""
 
+from pallas_kernels.dense import dense_matmul
 from pallas_kernels.fp8_block import FP8BlockArray, quantize_fp8_block
 from pallas_kernels.grouped_matmul import (
     OUT_FORMATS,
@@ -32,6 +33,7 @@ __all__ = [
     "SwiGLU",
     "TokenScaledArray",
     "combine_rows",
+    "dense_matmul",
     "dequantize_nvfp4",
     "explain",
     "from_kernel_layout",

@@ -17,6 +17,7 @@ IMPLEMENTATIONS = ("reference", "xla", "triton", "mosaic")
 # the faster at any number of rows: it decodes in fewer instructions, and its tiles have any multiple of 16 rows.
 _FASTEST_FIRST = {
     "grouped_matmul": ("mosaic", "triton", "xla", "reference"),
+    "dense_matmul": ("mosaic", "xla", "reference"),
     "situ_and_mul": ("mosaic", "xla", "triton", "reference"),
     "swiglu_and_mul": ("mosaic", "xla", "triton", "reference"),
     "quantize_mxfp8": ("mosaic", "xla", "triton", "reference"),
@@ -31,14 +32,16 @@ _FASTEST_FIRST = {
 }
 
 # Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. The
-# other ops have kernels for the same capabilities. On Blackwell w4a8 is triton's alone: its tensor cores multiply MXFP4
-# by e4m3, which Mosaic's operand rules have no way to say.
+# other ops have kernels for the same capabilities, except dense_matmul: Mosaic's of bfloat16 weights is its only one.
+# On Blackwell w4a8 is triton's alone: its tensor cores multiply MXFP4 by e4m3, which Mosaic's operand rules have no way
+# to say.
 GPU_KERNELS: dict[str, dict[range, tuple[str, ...]]] = {
     "mosaic": {range(90, 91): ("w4a16", "w4a8", "w4a8_fp8"), range(100, 101): ("w4a16",)},
     "triton": {range(80, 130): ("bf16", "w4a16", "w4a8", "w4a8_fp8")},
 }
 
-# Likewise the kernels of grouped_matmul that were never timed on a GPU: they run where they are named.
+# Likewise the kernels of grouped_matmul that were never timed on a GPU: they run where they are named. Hopper's of
+# bfloat16 weights was timed with one group only: that is dense_matmul, for which it comes first.
 UNTIMED: dict[str, dict[range, tuple[str, ...]]] = {"mosaic": {range(90, 91): ("bf16",)}}
 
 
@@ -71,9 +74,9 @@ def explain(
     """The implementation that `op` would run when called with `implementation`, and why each other one would not.
 
     For "grouped_matmul", `x`, `w` and `activation` are its operands; without them the answer is for MXFP4 weights in
-    the layout that each implementation wants, which loading a layer gives them. The other ops have one operand, `x`;
-    without it the answer is for bfloat16 rows, or for few scores or slots. "schedule_rows" has `groups` too; without
-    them the answer is for few.
+    the layout that each implementation wants, which loading a layer gives them. "dense_matmul" has the same three;
+    without them the answer is for bfloat16. The other ops have one operand, `x`; without it the answer is for bfloat16
+    rows, or for few scores or slots. "schedule_rows" has `groups` too; without them the answer is for few.
 
     Raises:
         ValueError: no such op, or no such implementation.
@@ -153,11 +156,17 @@ def _recipe(x: Any, w: Any) -> str | None:
 def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | None) -> str | None:
     if name not in _FASTEST_FIRST[op]:
         return f"{op} has no such kernel"
-    recipe = _recipe(x, w) if op == "grouped_matmul" else None
+    recipe = _recipe(x, w) if op == "grouped_matmul" else "bf16" if op == "dense_matmul" else None
     unfit = why_not_on_gpu(name, recipe) if name in GPU_KERNELS else None
     if unfit:
         return unfit
     # Imported here, because the kernels' own modules import this one.
+    if op == "dense_matmul":
+        if name != "mosaic" or x is None or w is None:
+            return None
+        from pallas_kernels.grouped_matmul import mosaic_hopper_dense
+
+        return mosaic_hopper_dense.why_not_one(x, w, activation)
     if op != "grouped_matmul":
         from pallas_kernels import row_kernels
 
@@ -192,8 +201,12 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | 
 
 
 def _how(op: str, chosen: str, x: Any, w: Any, activation: Any) -> str | None:
-    if op != "grouped_matmul" or chosen != "mosaic" or x is None or w is None:
+    if op not in ("grouped_matmul", "dense_matmul") or chosen != "mosaic" or x is None or w is None:
         return None
+    if op == "dense_matmul":
+        from pallas_kernels.grouped_matmul import mosaic_hopper_dense
+
+        return mosaic_hopper_dense.how_one(x.shape[0], w, activation is not None)
     from pallas_kernels.grouped_matmul import mosaic
 
     return mosaic.here(w).how(x.shape[0], w, activation is not None)

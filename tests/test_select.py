@@ -8,6 +8,7 @@ import pytest
 
 from pallas_kernels import (
     Situ,
+    dense_matmul,
     explain,
     grouped_matmul,
     lay_out,
@@ -21,7 +22,8 @@ from pallas_kernels import (
 )
 from pallas_kernels.select import IMPLEMENTATIONS, choose
 
-OPS = ("grouped_matmul", "situ_and_mul", "swiglu_and_mul", "quantize_mxfp8", "quantize_fp8_token")
+ROW_OPS = ("situ_and_mul", "swiglu_and_mul", "quantize_mxfp8", "quantize_fp8_token")
+OPS = ("grouped_matmul", "dense_matmul", *ROW_OPS)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -54,6 +56,7 @@ def test_every_op_asks_before_it_computes() -> None:
     x, sizes = jnp.ones((2, 64), jnp.bfloat16), jnp.array([2], jnp.int32)
     calls = (
         lambda name: grouped_matmul(x, jnp.ones((1, 64, 64), jnp.bfloat16), sizes, implementation=name),
+        lambda name: dense_matmul(x, jnp.ones((64, 64), jnp.bfloat16), implementation=name),
         lambda name: situ_and_mul(x, beta=4.0, linear_beta=25.0, implementation=name),
         lambda name: swiglu_and_mul(x, implementation=name),
         lambda name: quantize_mxfp8(x, implementation=name),
@@ -66,7 +69,7 @@ def test_every_op_asks_before_it_computes() -> None:
             call("fastest")
 
 
-@pytest.mark.parametrize("op", OPS[1:])
+@pytest.mark.parametrize("op", ROW_OPS)
 def test_on_hopper_bfloat16_rows_get_the_kernel_and_others_xla(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     assert explain(op).chosen == "mosaic"
@@ -114,6 +117,7 @@ def test_on_hopper_bfloat16_weights_get_mosaic_only_where_it_is_named(monkeypatc
         free = explain("grouped_matmul", x=x, w=w)
         assert free.chosen == first
         assert free.others["mosaic"] == f"can run where it is named: it was never timed; {first} comes first"
+    assert explain("dense_matmul", x=x, w=w[0]).chosen == "mosaic"  # as which it was timed
     asked = explain("grouped_matmul", x=x, w=w, implementation="mosaic")
     assert asked.chosen == "mosaic"
     assert "DenseTuning" in str(asked)
@@ -142,7 +146,7 @@ def test_on_blackwell_mosaic_has_bfloat16_rows_and_triton_the_others(monkeypatch
     laid_out = lay_out(w, recipe="w4a16", gated=False)
     assert explain("grouped_matmul", x=rows, w=laid_out).chosen == "mosaic"
     assert "BlackwellTuning" in str(explain("grouped_matmul", x=rows, w=laid_out))
-    for op in OPS[1:]:
+    for op in ROW_OPS:
         assert explain(op, x=rows).chosen == "mosaic"
     for recipe in ("w4a8", "w4a8_fp8"):
         assert lay_out(w, recipe=recipe, gated=False) is w
@@ -151,6 +155,9 @@ def test_on_blackwell_mosaic_has_bfloat16_rows_and_triton_the_others(monkeypatch
     explained = explain("grouped_matmul", x=quantised, w=w)
     assert explained.chosen == "triton"
     assert explained.others["mosaic"] == "on this device it has w4a16, not w4a8"
+    dense = explain("dense_matmul", x=rows, w=jnp.ones((128, 128), jnp.bfloat16))
+    assert dense.chosen == "xla"
+    assert dense.others["mosaic"] == "on this device it has w4a16, not bf16"
     small = quantize_mxfp4(jnp.ones((1, 64, 128)))  # half a slab
     assert lay_out(small, recipe="w4a16", gated=False) is small
 

@@ -9,6 +9,7 @@ are unspecified, and no copy waits for a number from memory.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float, Int
 
+from pallas_kernels.fp8_block import FP8BlockArray
 from pallas_kernels.grouped_matmul.hopper import roles
 from pallas_kernels.grouped_matmul.hopper.dense_config import DenseTuning, choose_tuning
 from pallas_kernels.grouped_matmul.hopper.dense_geometry import DenseGeometry
@@ -79,10 +81,24 @@ def why_not(
     """Why `grouped_matmul` cannot take these arguments; None if it can."""
     if isinstance(x, MXFP8Array | TokenScaledArray):
         return f"bfloat16 weights cannot take {type(x).__name__}"
-    for name, operand in (("x", x), ("w", w)):
-        if operand.dtype != jnp.bfloat16:
-            return f"{name} is {operand.dtype}; bfloat16 is needed"
-    groups, n, k = w.shape
+    return _why_not(x, w.dtype, w.shape, activation, tuning)
+
+
+def why_not_one(x: Any, w: Any, activation: Activation | None) -> str | None:
+    """Why it cannot take `w [..., N, K]`, its leading axes joined to its rows, as the only group; None if it can.
+
+    An FP8BlockArray is taken for what it is decoded to.
+    """
+    return _why_not(x, jnp.bfloat16 if isinstance(w, FP8BlockArray) else w.dtype, _one_group(w), activation)
+
+
+def _why_not(
+    x: Any, dtype: Any, shape: tuple[int, ...], activation: Activation | None, tuning: DenseTuning | None = None
+) -> str | None:
+    for name, of_operand in (("x", x.dtype), ("w", dtype)):
+        if of_operand != jnp.bfloat16:
+            return f"{name} is {of_operand}; bfloat16 is needed"
+    groups, n, k = shape
     gated = activation is not None
     try:
         used = tuning or choose_tuning(x.shape[0], groups, n, k, gated)
@@ -93,8 +109,21 @@ def why_not(
 
 def how(rows: int, w: BFloat16[Array, "g n k"], gated: bool) -> str:
     """With which tuning these weights are multiplied, and where it is from."""
-    groups, n, k = w.shape
-    return f"bf16 products, {choose_tuning(rows, groups, n, k, gated)}, by the heuristic: none was measured"
+    return _how(rows, w.shape, gated)
+
+
+def how_one(rows: int, w: Any, gated: bool) -> str:
+    """The same of `w [..., N, K]`, the only group."""
+    return _how(rows, _one_group(w), gated)
+
+
+def _how(rows: int, shape: tuple[int, ...], gated: bool) -> str:
+    groups, n, k = shape
+    return f"bf16 products, {choose_tuning(rows, groups, n, k, gated)}, by the heuristic"
+
+
+def _one_group(w: Any) -> tuple[int, int, int]:
+    return 1, math.prod(w.shape[:-1]), w.shape[-1]
 
 
 def _kernel(shape: DenseGeometry, blocks: int, interpret: Any) -> Callable[..., Any]:

@@ -1,0 +1,123 @@
+"""`dense_matmul`: rows times one matrix of weights, as projections and shared experts have it."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import select
+from pallas_kernels.fp8_block import FP8BlockArray
+from pallas_kernels.rounding import to_bfloat16
+from pallas_kernels.situ import Activation, apply_activation
+
+OutFormat = Literal["bf16", "f32"]
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "out_format", "implementation"))
+def dense_matmul(
+    x: Float[Array, "m k"],
+    w: Float[Array, "... n k"] | FP8BlockArray,
+    *,
+    activation: Activation | None = None,
+    out_format: OutFormat = "bf16",
+    implementation: str | None = None,
+) -> Float[Array, "m width"]:
+    """`x @ w.T`, accumulated in float32; leading axes of `w` join its rows.
+
+        y = x @ w.reshape(-1, K).T
+        if activation:                                          # rows of w: gate, then up
+            gate, up = split(round_to_bf16(y), 2)
+            y = activation(gate, up)                            # in float32
+
+    Args:
+        x: `[M, K]`, bfloat16 for a kernel.
+        w: `[..., N, K]` (out, in), bfloat16 for a kernel; or an FP8BlockArray, which is copied to bfloat16 (compiled
+            for Hopper, XLA copies it for its own product too).
+        activation: `Situ(...)`, `SwiGLU()` or None. With one, the rows count gate and up, and it halves the result.
+        out_format: "bf16", rounded once, or "f32".
+        implementation: "reference" (float32 throughout), "xla", "mosaic" (Hopper), or None for the fastest that can.
+
+    Returns:
+        `[M, N]`, or `[M, N/2]` with an activation. Differentiable with respect to `x` and `w`: behind a kernel by the
+        formula of "xla", which computes gate and up once more.
+
+    Raises:
+        ValueError: a shape or a name is wrong.
+        NotImplementedError: the named implementation cannot run this here.
+    """
+    _check(x, w, activation, out_format)
+    chosen = select.choose("dense_matmul", implementation, x=x, w=w, activation=activation)
+    values = (w.dequantize() if isinstance(w, FP8BlockArray) else w).reshape(-1, w.shape[-1])
+    if chosen == "mosaic" and x.shape[0]:
+        return _mosaic(x, values, activation, out_format)
+    return (_reference if chosen == "reference" else _xla)(x, values, activation, out_format)
+
+
+def _reference(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+    wide = jax.lax.Precision.HIGHEST
+    sums = jnp.dot(x.astype(jnp.float32), w.astype(jnp.float32).T, precision=wide)
+    return _finish(sums, activation, out_format)
+
+
+def _xla(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+    return _finish(jnp.dot(x, w.T, preferred_element_type=jnp.float32), activation, out_format)
+
+
+def _finish(sums: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+    if activation is None:
+        return sums if out_format == "f32" else to_bfloat16(sums)
+    gate_up = to_bfloat16(sums)
+    return apply_activation(activation, gate_up.astype(jnp.float32) if out_format == "f32" else gate_up)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _mosaic(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+    return _joining_rows(functools.partial(_kernel, activation=activation, out_format=out_format))(x, w)
+
+
+def _kernel(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+    from pallas_kernels.grouped_matmul import mosaic_hopper_dense  # imported when wanted: that takes a second
+
+    rows = jnp.array([x.shape[0]], jnp.int32)
+    return mosaic_hopper_dense.grouped_matmul(x, w[None], rows, activation=activation, out_format=out_format)
+
+
+def _joining_rows(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """`product(x, w)`, of which `vmap` over `x` alone is one of all rows; over `w` too, it runs them one by one."""
+    batched = jax.custom_batching.custom_vmap(product)
+
+    @batched.def_vmap
+    def rule(size: int, in_batch: list[bool], x: Array, w: Array) -> tuple[Array, bool]:
+        x_in_batch, w_in_batch = in_batch
+        if w_in_batch:
+            one = jax.custom_batching.sequential_vmap(batched)
+            return jax.vmap(one, in_axes=(0 if x_in_batch else None, 0), axis_size=size)(x, w), True
+        y = batched(x.reshape(-1, x.shape[-1]), w)
+        return y.reshape(size, -1, y.shape[-1]), True
+
+    return batched
+
+
+def _forward(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> tuple[Array, Any]:
+    return _mosaic(x, w, activation, out_format), (x, w)
+
+
+def _backward(activation: Activation | None, out_format: OutFormat, residuals: Any, dy: Array) -> Any:
+    _, pullback = jax.vjp(lambda x, w: _xla(x, w, activation, out_format), *residuals)
+    return pullback(dy)
+
+
+_mosaic.defvjp(_forward, _backward)
+
+
+def _check(x: Any, w: Any, activation: Activation | None, out_format: str) -> None:
+    if x.ndim != 2 or w.ndim < 2 or x.shape[1] != w.shape[-1]:
+        raise ValueError(f"dense_matmul: x {x.shape} and w {w.shape} must be [M, K] and [..., N, K] with the same K")
+    if out_format not in ("bf16", "f32"):
+        raise ValueError(f"dense_matmul: {out_format=} is not one of bf16, f32")
+    if activation is not None and math.prod(w.shape[:-1]) % 2:
+        raise ValueError(f"dense_matmul: w {w.shape} must have an even N to hold gate and up rows for {activation}")
