@@ -24,8 +24,6 @@ from pallas_kernels.grouped_matmul.hopper.dense_geometry import DenseGeometry
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
 from pallas_kernels.situ import Activation
 
-_LEAST_ROWS = 32  # rows of the largest tensor copy
-
 
 def grouped_matmul(
     x: BFloat16[Array, "m k"],
@@ -62,13 +60,12 @@ def grouped_matmul(
     groups, n, k = w.shape
     used = tuning or choose_tuning(x.shape[0], groups, n, k, activation is not None)
     shape = DenseGeometry(x.shape[0], groups, n, k, "bf16", activation, out_format, used)
-    # The interpreter, unlike a tensor copy, reads no row beyond the last.
-    missing = used.widest if interpret is not None else max(0, min(used.widest, _LEAST_ROWS) - shape.rows)
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
     blocks = min(multiprocessors, shape.whole_tiles) if shape.whole else multiprocessors
-    operands = jnp.pad(x, ((0, missing), (0, 0))), w.reshape(shape.weights), group_sizes.astype(jnp.int32)
-    (y,) = _kernel(shape, blocks, interpret)(*operands)
+    # The interpreter, unlike a tensor copy, reads no row beyond the last.
+    rows = x if interpret is None else jnp.pad(x, ((0, used.widest), (0, 0)))
+    (y,) = _kernel(shape, blocks, interpret)(rows, w.reshape(shape.weights), group_sizes.astype(jnp.int32))
     return y
 
 
