@@ -8,10 +8,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, BFloat16, Bool, Float
 
-from k3jax.linear import Weight, linear, linear_sums, weight_variable
+from k3jax.linear import Weight, weight_variable
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.parameters import parameter_specs, place_parameters
-from pallas_kernels import Activation, FP8BlockArray
+from pallas_kernels import Activation, FP8BlockArray, dense_matmul
 from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 from sharding import Layout, Travel, make_mlp_layout
@@ -75,13 +75,13 @@ class GatedMLP(nnx.Module):
     def _stages(self, x_TD: Float[Array, "t d"]) -> dict[str, Array]:
         """One rank's `trace`."""
         ranks = self.layout.ranks
-        _, y_TD = ranks.total(None, self.project(ranks.gather(to_bfloat16(x_TD))))
+        _, y_TD = ranks.total(None, self.project(ranks.gather(to_bfloat16(x_TD)), ranks.splits_mlp))
         return {"output": to_bfloat16(y_TD).astype(x_TD.dtype)}
 
-    def project(self, x_TD: BFloat16[Array, "t d"]) -> Float[Array, "t d"]:
-        """The MLP with the weights at hand: `[T, D] -> [T, D]`, float32, a part of a sum where the width is split."""
-        hidden_TF = apply_activation(self.activation, linear(x_TD, self.gate_up.get_value()))
-        return linear_sums(hidden_TF, self.down.get_value())
+    def project(self, x_TD: BFloat16[Array, "t d"], partial: bool) -> Float[Array, "t d"]:
+        """The MLP with the weights at hand: `[T, D] -> [T, D]`, bfloat16; float32 if it is a part of a sum."""
+        hidden_TF = dense_matmul(x_TD, self.gate_up.get_value(), activation=self.activation)
+        return dense_matmul(hidden_TF, self.down.get_value(), out_format="f32" if partial else "bf16")
 
     def activation_probe(self, gate: BFloat16[Array, " p"], up: BFloat16[Array, " p"]) -> BFloat16[Array, " p"]:
         """This layer's activation on given values of gate and up: `[P], [P] -> [P]`."""

@@ -20,14 +20,14 @@ from k3jax.config import K3Config
 from k3jax.exchange import exchange
 from k3jax.experts import RECIPES, FrozenExperts, HowToMultiply, Weights, gate_and_up_rows
 from k3jax.kernel_placement import lay_out_experts
-from k3jax.linear import linear, rms_norm, weight_variable
+from k3jax.linear import rms_norm, weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
 from k3jax.moe_arrays import MoEArrays, check_arrays
 from k3jax.moe_shapes import AXES, local_shapes
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.parameters import parameter_specs, place_parameters
 from k3jax.routing import Router, Routing, pick_experts
-from pallas_kernels import Activation, grouped_matmul, lay_out, quantize_mxfp4, select
+from pallas_kernels import Activation, dense_matmul, grouped_matmul, lay_out, quantize_mxfp4, select
 from pallas_kernels.rounding import to_bfloat16
 from sharding import Layout, Travel, choose_transport, in_chunks, make_layout
 
@@ -117,16 +117,18 @@ class MoE(nnx.Module):
 
         dtype, x_TD = x_TD.dtype, to_bfloat16(x_TD)
         if self.latent_down is not None:
-            stages["latent"] = linear(x_TD, self.latent_down.get_value())
+            stages["latent"] = dense_matmul(x_TD, self.latent_down.get_value())
         rows_TL = stages.get("latent", x_TD)
         y = self._experts(rows_TL, routing)
-        shared = None if self.shared is None else self.shared.project(ranks.after(rows_TL, ranks.gather(x_TD)))
+        shared = None
+        if self.shared is not None:
+            shared = self.shared.project(ranks.after(rows_TL, ranks.gather(x_TD)), ranks.splits_mlp)
         y, shared = ranks.total(y, shared)
         y = stages["expert_sum"] = to_bfloat16(y)
         if self.latent_norm is not None:
             y = stages["normed_latent"] = rms_norm(y, self.latent_norm[...], self.config.rms_norm_eps)
         if self.latent_up is not None:
-            y = linear(y, self.latent_up.get_value())
+            y = dense_matmul(y, self.latent_up.get_value())
         if shared is not None:
             stages["shared"] = to_bfloat16(shared)
             y = to_bfloat16(y.astype(jnp.float32) + stages["shared"].astype(jnp.float32))
@@ -154,7 +156,7 @@ class MoE(nnx.Module):
 
     def _routed(self, x_TD: Array, ids: Array, weights: Array) -> Array:
         x_TD = to_bfloat16(x_TD)
-        latent_TL = x_TD if self.latent_down is None else linear(x_TD, self.latent_down.get_value())
+        latent_TL = x_TD if self.latent_down is None else dense_matmul(x_TD, self.latent_down.get_value())
         (sums_TL,) = self.layout.ranks.total(self._experts(latent_TL, Routing(ids, weights)))
         return sums_TL
 

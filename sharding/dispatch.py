@@ -59,6 +59,11 @@ class Ranks:
         """Whether each rank has only a part of its experts' width F, so that their outputs are parts of sums."""
         return False
 
+    @property
+    def splits_mlp(self) -> bool:
+        """Whether each rank has only a part of an MLP's width, so that what it computes is a part of a sum."""
+        return False
+
     def widest(self, amax: Float[Array, "..."]) -> Float[Array, "..."]:
         """The maximum over the ranks that hold parts of the same experts' width."""
         return amax
@@ -82,7 +87,7 @@ class Ranks:
         return x
 
     def total(self, *parts: Float[Array, "..."] | None) -> tuple[Any, ...]:
-        """Sums over ranks, float32: of the experts' `[T, L]`, and of the split MLP's `[N, D]`; None stays None."""
+        """Sums over ranks, float32: of the experts' `[T, L]`, and of a split MLP's `[N, D]`; others, and None, stay."""
         return parts
 
 
@@ -102,6 +107,10 @@ class RanksOfAMesh(Ranks):
     @property
     def splits_width(self) -> bool:
         return bool(self.width)
+
+    @property
+    def splits_mlp(self) -> bool:
+        return bool(self.mlp)
 
     def widest(self, amax: Float[Array, "..."]) -> Float[Array, "..."]:
         return _pmax(amax, self.width) if self.width else amax

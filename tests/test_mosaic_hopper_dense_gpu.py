@@ -1,5 +1,5 @@
 """`mosaic`'s products of bfloat16 weights on a Hopper GPU, against float64: at the sizes of the shared experts, over
-groups and over tunings. Run with `pytest -m gpu` where JAX sees one."""
+groups and over tunings; and `dense_matmul`, at those of a layer. Run with `pytest -m gpu` where JAX sees one."""
 
 import functools
 from typing import Any
@@ -12,7 +12,18 @@ from gemm_truth import grouped_product
 from numerics import KERNEL_TOLERANCES, as_float64, assert_close, assert_same_bits, relative_l2, round_bf16
 from test_mosaic_hopper_gpu import SIZES, random_rows
 
-from pallas_kernels import Activation, Situ, SwiGLU, quantize_fp8_token, quantize_mxfp8
+from k3jax import GatedMLP
+from k3jax.compare.tolerances import limits
+from pallas_kernels import (
+    Activation,
+    Situ,
+    SwiGLU,
+    dense_matmul,
+    explain,
+    quantize_fp8_block,
+    quantize_fp8_token,
+    quantize_mxfp8,
+)
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul.hopper.dense_config import DenseTuning
 from pallas_kernels.grouped_matmul.mosaic_hopper_dense import grouped_matmul
@@ -52,6 +63,62 @@ def check(y: jax.Array, x: jax.Array, w: np.ndarray, sizes: np.ndarray, activati
 def shared_experts() -> tuple[jax.Array, np.ndarray]:
     w = random_weights(jax.random.key(0), 1, 12288, 7168)
     return w, as_float64(w)
+
+
+@functools.lru_cache(maxsize=1)
+def dense_weights(n: int, k: int) -> tuple[jax.Array, np.ndarray]:
+    w = random_weights(jax.random.key(4), 1, n, k)
+    return w[0], as_float64(w)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 33, 256, 1024])
+@pytest.mark.parametrize(
+    ("n", "k"), [(7168, 6144), (3584, 7168), (7168, 3584)], ids=["down", "latent down", "latent up"]
+)
+def test_the_layer_s_other_products_are_the_kernel_s_by_default(n: int, k: int, rows: int) -> None:
+    w, truth = dense_weights(n, k)
+    x: Any = random_rows(rows, k, rows, "bf16")
+    assert explain("dense_matmul", x=x, w=w).chosen == "mosaic"
+    some = np.arange(0, rows, max(1, rows // 50))
+    for out_format in ("bf16", "f32"):
+        y = dense_matmul(x, w, out_format=out_format)
+        assert y.shape == (rows, n)
+        check(y[some], x[some], truth, np.array([some.size]), None)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 100])
+def test_a_dense_layer_by_the_kernel_and_by_xla(rows: int) -> None:
+    """Alone, and with fp8 weights."""
+    gate_up = random_weights(jax.random.key(5), 2, 1536, 1024)
+    down = random_weights(jax.random.key(6), 1, 1024, 1536)[0]
+    x: Any = random_rows(rows, 1024, rows, "bf16")
+    by_xla = functools.partial(dense_matmul, implementation="xla")
+    for weights in ((gate_up, down), (quantize_fp8_block(gate_up), quantize_fp8_block(down))):
+        y = jax.jit(lambda layer, x: layer(x))(GatedMLP(*weights, activation=KIMI), x)
+        expected = by_xla(by_xla(x, weights[0], activation=KIMI), weights[1])
+        assert explain("dense_matmul", x=x, w=weights[0], activation=KIMI).chosen == "mosaic"
+        assert relative_l2(y, expected) < limits("oracle", "bf16").relative_l2
+
+
+@pytest.mark.parametrize("activation", [None, KIMI], ids=str)
+def test_gradients_and_vmap_around_the_kernel(activation: Activation | None) -> None:
+    w = random_weights(jax.random.key(7), 3, 512, 768)
+    x: Any = random_rows(60, 768, 60, "bf16")
+    weight = jax.random.normal(jax.random.key(8), (60, 1))
+    product = functools.partial(dense_matmul, activation=activation)
+
+    @functools.partial(jax.jit, static_argnums=2)
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradient(x: Any, w: Any, implementation: str) -> Any:
+        return jnp.sum(product(x, w, implementation=implementation).astype(jnp.float32) * weight)
+
+    for ours, theirs in zip(gradient(x, w[0], "mosaic"), gradient(x, w[0], "xla"), strict=True):
+        assert relative_l2(ours, theirs) < 1e-3
+    flat = product(x, w[0])
+    batched = jax.jit(jax.vmap(product, in_axes=(0, None)))(x.reshape(4, 15, 768), w[0])
+    assert_same_bits(batched.reshape(flat.shape), flat)
+    for y, one in zip(jax.jit(jax.vmap(product, in_axes=(None, 0)))(x, w), w, strict=True):
+        assert_same_bits(y, product(x, one))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)

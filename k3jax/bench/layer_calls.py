@@ -14,11 +14,11 @@ from k3jax.bench.cases import Case, even_picks
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, HowToMultiply, gate_and_up_rows, routed_experts
-from k3jax.linear import linear, rms_norm
+from k3jax.linear import rms_norm
 from k3jax.moe import MoE
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
-from pallas_kernels import combine_rows, gather_rows, grouped_matmul, schedule_rows
+from pallas_kernels import combine_rows, dense_matmul, gather_rows, grouped_matmul, schedule_rows
 from pallas_kernels.rounding import to_bfloat16
 
 _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-normal
@@ -112,10 +112,10 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
         return name, program
 
     def norm_up(sums: Array, gain: Array, weight: Any) -> Array:
-        return linear(rms_norm(to_bfloat16(sums), gain, config.rms_norm_eps), weight)
+        return dense_matmul(rms_norm(to_bfloat16(sums), gain, config.rms_norm_eps), weight)
 
     yield stage("router", lambda layer, x: layer.route(x), layer, x)
-    yield stage("latent_down", linear, x, latent_down.get_value())
+    yield stage("latent_down", dense_matmul, x, latent_down.get_value())
     yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
     latent = made.pop("latent_down")
@@ -133,12 +133,12 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
     yield stage("combine", combine_rows, made.pop("w2"), schedule.row, routing.weights)
     yield stage("norm_up", norm_up, made.pop("combine"), norm[...], latent_up.get_value())
     if layer.shared is not None:
-        yield stage("shared", lambda shared, x: to_bfloat16(shared.project(x)), layer.shared, x)
+        yield stage("shared", lambda shared, x: shared.project(x, partial=False), layer.shared, x)
 
 
 def _latent(layer: MoE, x: Array) -> Array:
     assert layer.latent_down is not None
-    return jax.jit(linear)(x, layer.latent_down.get_value())
+    return dense_matmul(x, layer.latent_down.get_value())
 
 
 def _experts(case: LayerCase) -> dict[str, Any]:

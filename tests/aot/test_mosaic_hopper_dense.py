@@ -2,15 +2,18 @@
 
 import dataclasses
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import pytest
 from annotations import unchecked_annotations
-from jax.sharding import NamedSharding, PartitionSpec
+from hlo import Program
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from k3jax import GatedMLP
 from pallas_kernels import Activation, Situ, SwiGLU
 from pallas_kernels.grouped_matmul.config import SHARED_MEMORY
 from pallas_kernels.grouped_matmul.hopper.dense_config import choose_tuning
@@ -80,3 +83,20 @@ def test_the_program_is_the_one_we_think_it_is(
     assert found is not None
     assert int(found[1]) <= SHARED_MEMORY
     assert program.memory_analysis().temp_size_in_bytes <= 1 << 20  # and no second copy of the weights
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_the_shared_experts_are_two_kernels_and_nothing_else(
+    tokens: int, hopper: Mesh, choose_for: Callable[[Mesh], None]
+) -> None:
+    """No rows are added to a single one; nothing is converted or copied between the kernels, or after."""
+    choose_for(hopper)
+    with unchecked_annotations(), jax.set_mesh(hopper):
+        weights: Any = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 6144, 7168), (7168, 6144))]
+        layer = GatedMLP(*weights, activation=KIMI)
+        x = jax.ShapeDtypeStruct((tokens, 7168), jnp.bfloat16)
+        lowered = jax.jit(GatedMLP.__call__).trace(layer, x).lower(lowering_platforms=("cuda",))
+        program = Program(lowered.compile().as_text())
+    run = [program.instructions[name].op for name in program.entry]
+    assert [op for op in run if op not in ("parameter", "constant", "bitcast")] == ["custom-call"] * 2
+    assert program.custom_calls["mosaic_gpu_v2"] == 2
