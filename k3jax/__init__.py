@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from k3jax.checkpoint.synthetic import default_checkpoint
-    from k3jax.compiling import pad_tokens
+    from k3jax.compiling import compiler_options, pad_tokens
     from k3jax.config import K3Config
     from k3jax.loading import load_layer, load_layers
     from k3jax.mlp import GatedMLP
@@ -23,6 +23,7 @@ __all__ = [
     "MoE",
     "MoEArrays",
     "Routing",
+    "compiler_options",
     "default_checkpoint",
     "expert_load",
     "load_layer",
@@ -41,6 +42,7 @@ _HOMES = {
     "MoE": "k3jax.moe",
     "MoEArrays": "k3jax.moe_arrays",
     "Routing": "k3jax.routing",
+    "compiler_options": "k3jax.compiling",
     "default_checkpoint": "k3jax.checkpoint.synthetic",
     "expert_load": "k3jax.routing",
     "load_layer": "k3jax.loading",

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from layers import random_arrays, random_tokens, small_config
 from numerics import assert_same_bits
 
-from k3jax import MoE, pad_tokens
+from k3jax import GatedMLP, MoE, compiler_options, pad_tokens
 from k3jax.compiling import keep_compiled_programs
+from pallas_kernels import SwiGLU
 
 
 @pytest.fixture
@@ -46,6 +48,13 @@ def test_nothing_is_kept_for_a_cpu(own_cache: Path) -> None:
         pytest.skip("there is a GPU")
     keep_compiled_programs()
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_options_are_some_that_xla_knows_and_change_no_result() -> None:
+    layer = GatedMLP.random(128, 64, activation=SwiGLU(), rngs=nnx.Rngs(0))
+    x = random_tokens((8, 128))
+    with_options: Any = jax.jit(lambda layer, x: layer(x), compiler_options=compiler_options())
+    assert_same_bits(with_options(layer, x), jax.jit(lambda layer, x: layer(x))(layer, x))
 
 
 def test_a_padded_batch_gives_the_same_and_compiles_once() -> None:

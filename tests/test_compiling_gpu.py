@@ -6,7 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from k3jax.bench import layer_calls
+from k3jax.bench.layer_cases import LayerCase
+from k3jax.compiling import compiler_options
 
 pytestmark = pytest.mark.gpu
 
@@ -48,3 +54,14 @@ def test_a_layer_compiles_in_20_seconds_and_in_2_where_it_is_on_disk(recipe: str
     print(recipe, tokens, "lowered, compiled, first call:", first, "and again:", second)
     assert sum(first) < 20
     assert second[1] < 2
+
+
+@pytest.mark.parametrize(("recipe", "tokens"), [("w4a16", 1), ("w4a16", 64), ("w4a8_fp8", 8), ("w4a8_fp8", 1024)])
+def test_kernels_side_by_side_give_the_same_bits_every_time(recipe: str, tokens: int) -> None:
+    case = LayerCase(recipe, tokens, groups=16)
+    layer = layer_calls.make_layer(case, None)
+    x = layer_calls.make_tokens(case, layer)
+    one_by_one = jax.jit(lambda layer, x: layer(x))(layer, x)
+    side_by_side = jax.jit(lambda layer, x: layer(x), compiler_options=compiler_options()).lower(layer, x).compile()
+    results = [side_by_side(layer, x) for _ in range(100)]
+    assert all(bool(jnp.array_equal(result, one_by_one)) for result in results)

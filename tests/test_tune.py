@@ -61,8 +61,7 @@ def test_there_are_winners_for_the_model_s_sizes() -> None:
 def test_a_winner_runs_wherever_its_sizes_recur_and_says_where_it_was_measured(record: dict[str, Any]) -> None:
     shape = record["n"], record["k"], record["mma"], record["gated"]
     for groups in (112, 896):
-        rows = record["rows"] if record["rows"] < groups else record["rows"] * groups // 112
-        chosen = tuned.choose(rows, groups, *shape)
+        chosen = tuned.choose(record["rows"] * groups // 112, groups, *shape)
         assert chosen.source == "measured on NVIDIA H200, jax 0.11.2, 2026-11-30"
         for found, measured in zip(chosen.tuning.launches, tuned.read_tuning(record).launches, strict=True):
             assert found == dataclasses.replace(measured, stages=found.stages)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16
 
 from k3jax.bench.cases import GROUPS, Case
+from k3jax.compiling import compiler_options
 from k3jax.experts import RECIPES, Weights
 from pallas_kernels import (
     MXFP4Array,
@@ -47,7 +48,7 @@ class Program:
 def compiled(function: Callable[..., Any], *operands: Any) -> Program:
     """`function` compiled for `operands`: for the first time, unless a cache on disk is on."""
     start = time.perf_counter()
-    executable = jax.jit(function).lower(*operands).compile()
+    executable = jax.jit(function, compiler_options=compiler_options()).lower(*operands).compile()
     return Program(executable, operands, time.perf_counter() - start)
 
 

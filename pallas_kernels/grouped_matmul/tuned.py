@@ -1,8 +1,7 @@
 """Which tuning a call of the Hopper kernel gets: one that a search measured, where there is one, else the heuristic's.
 
 `tunings.json` holds the winners of `scripts/tune.py`, each with the GPU, the version of JAX and the day. One holds for
-weights of its N and K and for every number of groups with its mean of rows a group, in steps of 8; apart are so few
-rows that only as many groups can have any, of whose tiles the last wave is a large part.
+weights of its N and K and for every number of groups with its mean of rows a group, in steps of 8.
 """
 
 import dataclasses
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 from pallas_kernels.grouped_matmul.config import Tuning, choose_tuning, mean_width
 from pallas_kernels.grouped_matmul.kernel_layout import Mma
 
-_FEW_ROWS = 32  # a token's picks, and two tokens'
 WINNERS = Path(__file__).with_name("tunings.json")
 
 
@@ -58,7 +56,6 @@ class Key(NamedTuple):
     mma: Mma
     gated: bool
     mean_width: int
-    few_rows: bool
 
 
 def key(record: dict[str, Any]) -> Key:
@@ -67,7 +64,7 @@ def key(record: dict[str, Any]) -> Key:
 
 
 def _key(n: int, k: int, mma: Mma, gated: bool, rows: int, groups: int) -> Key:
-    return Key(n, k, mma, gated, mean_width(rows, groups), rows <= _FEW_ROWS)
+    return Key(n, k, mma, gated, mean_width(rows, groups))
 
 
 def read_tuning(record: dict[str, Any]) -> Tuning:
