@@ -20,14 +20,14 @@ from k3jax.config import K3Config
 from k3jax.exchange import exchange
 from k3jax.experts import RECIPES, FrozenExperts, HowToMultiply, Weights, gate_and_up_rows
 from k3jax.kernel_placement import lay_out_experts
-from k3jax.linear import rms_norm, weight_variable
+from k3jax.linear import weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
 from k3jax.moe_arrays import MoEArrays, check_arrays
 from k3jax.moe_shapes import AXES, local_shapes
 from k3jax.options import DEFAULTS, LoadOptions
 from k3jax.parameters import parameter_specs, place_parameters
 from k3jax.routing import Router, Routing, pick_experts
-from pallas_kernels import Activation, dense_matmul, grouped_matmul, lay_out, quantize_mxfp4, select
+from pallas_kernels import Activation, dense_matmul, grouped_matmul, lay_out, quantize_mxfp4, rms_norm, select
 from pallas_kernels.rounding import to_bfloat16
 from sharding import Layout, Travel, choose_transport, in_chunks, make_layout
 
@@ -123,10 +123,10 @@ class MoE(nnx.Module):
         shared = None
         if self.shared is not None:
             shared = self.shared.project(ranks.after(rows_TL, ranks.gather(x_TD)), ranks.splits_mlp)
-        y, shared = ranks.total(y, shared)
-        y = stages["expert_sum"] = to_bfloat16(y)
+        sums, shared = ranks.total(y, shared)
+        y = stages["expert_sum"] = to_bfloat16(sums)
         if self.latent_norm is not None:
-            y = stages["normed_latent"] = rms_norm(y, self.latent_norm[...], self.config.rms_norm_eps)
+            y = stages["normed_latent"] = rms_norm(sums, self.latent_norm[...], eps=self.config.rms_norm_eps)
         if self.latent_up is not None:
             y = dense_matmul(y, self.latent_up.get_value())
         if shared is not None:

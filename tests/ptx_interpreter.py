@@ -3,13 +3,13 @@
 All threads of all blocks are lanes of one array `[warps, 32]` a register. Warps that stand at the same instruction take
 it together, those that are furthest behind first; a warp's 32 lanes must agree on every branch.
 
-What it knows of PTX: integers of 16 to 64 bits and predicates, float32 sums, products and quotients, `fma.rn.f32`
-(rounded twice, by way of float64: right where the sum is exact), loads of inputs and stores of outputs in words of 32
-bits and vectors of them, one static barrier, a table of words in shared memory, and what a warp does together (redux,
-vote, shfl). Anything else raises `NotImplementedError`. What a GPU would let pass raises `AssertionError`: an access
-out of bounds or misaligned, a load of an output, a second store to one word, a shared word that is read before it is
-written, or that two lanes write with no barrier between. What a lane reads of a shared word that another wrote, with no
-barrier since, is `GARBAGE`. A store that overtakes another lane's load is not noticed.
+What it knows of PTX: integers of 16 to 64 bits and predicates, float32 sums, products, quotients, roots and rounding to
+bfloat16, `fma.rn.f32` (rounded twice, by way of float64: right where the sum is exact), loads of inputs and stores of
+outputs in words of 32 bits and vectors of them, one static barrier, a table of words in shared memory, and what a warp
+does together (redux, vote, shfl). Anything else raises `NotImplementedError`. What a GPU would let pass raises
+`AssertionError`: an access out of bounds or misaligned, a load of an output, a second store to one word, a shared word
+that is read before it is written, or that two lanes write with no barrier between. What a lane reads of a shared word
+that another wrote, with no barrier since, is `GARBAGE`. A store that overtakes another lane's load is not noticed.
 """
 
 import operator
@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 from ptx_program import Instruction, Program, parsed
@@ -69,6 +70,12 @@ def _of_float32(function: Callable[..., Any]) -> Callable[..., Lanes]:
     return on_bits
 
 
+def _two_rounded(upper: Lanes, lower: Lanes) -> Lanes:
+    """Of float32, to bfloat16."""
+    halves = (each.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32) for each in (lower, upper))
+    return next(halves) | next(halves) << np.uint32(16)
+
+
 def _multiplied_and_added(x: Lanes, y: Lanes, z: Lanes) -> Lanes:
     """A product of two float32 has 48 bits at most, so only the sum is rounded, and then once more."""
     x, y, z = (lanes.astype(np.float64) for lanes in (x, y, z))
@@ -102,6 +109,8 @@ _OF_ONE_TYPE: dict[str, Callable[..., Any]] = {
     "add.rn.f32": _of_float32(operator.add),
     "mul.rn.f32": _of_float32(operator.mul),
     "div.rn.f32": _of_float32(operator.truediv),
+    "rsqrt.approx.f32": _of_float32(lambda x: np.float32(1) / np.sqrt(x)),
+    "cvt.rn.bf16x2.f32": _of_float32(_two_rounded),
     "fma.rn.f32": _of_float32(_multiplied_and_added),
     "selp.f32": _COMPUTED["selp"],
 }

@@ -125,6 +125,8 @@ def test_what_is_not_known_is_refused(instruction: str) -> None:
         ("add.rn.f32 %r2, 0f40000000, 0f40400000;", 0x40A0_0000),
         ("mul.rn.f32 %r2, 0f40000000, 0f40400000;", 0x40C0_0000),
         ("div.rn.f32 %r2, 0f3F800000, 0f40400000;", 0x3EAA_AAAB),
+        ("rsqrt.approx.f32 %r2, 0f40800000;", 0x3F00_0000),
+        ("cvt.rn.bf16x2.f32 %r2, 0f3F808000, 0f3F818000;", 0x3F80_3F82),
         ("not.b32 %r2, 5;", -6),
         ("setp.lt.s32 %p2, -1, 1; setp.lt.u32 %p3, -1, 1; xor.pred %p2, %p2, %p3; selp.b32 %r2, 3, 4, %p2;", 3),
         ("{ .reg .b32 word<2>; mov.b32 word1, 6; mov.b32 %r2, word1; }", 6),

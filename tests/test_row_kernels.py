@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import Situ, quantize_fp8_token, quantize_mxfp8, situ_and_mul
+from pallas_kernels import Situ, quantize_fp8_token, quantize_mxfp8, rms_norm, situ_and_mul
 from pallas_kernels.row_kernels import mosaic_rows
 
 Function = Callable[[jax.Array], Any]
@@ -20,6 +20,10 @@ PAIRS: dict[str, tuple[Function, Function]] = {
         lambda x: situ_and_mul(x, beta=4.0, linear_beta=25.0, implementation="xla"),
     ),
     "blocks": (mosaic_rows.quantize_mxfp8, lambda x: quantize_mxfp8(x, implementation="xla")),
+    "norm": (
+        lambda x: mosaic_rows.rms_norm(1e-5, x.astype(jnp.float32), x.reshape(-1)[: x.shape[-1]]),
+        lambda x: rms_norm(x.astype(jnp.float32), x.reshape(-1)[: x.shape[-1]], eps=1e-5, implementation="xla"),
+    ),
     "tokens": (mosaic_rows.quantize_fp8_token, lambda x: quantize_fp8_token(x, implementation="xla")),
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from format_truth import BF16, E4M3, decode_mxfp8, encode_fp8_token, encode_mxfp8
 from gemm_truth import activate
+from norm_truth import require_normed
 from numerics import assert_same_bits, relative_l2
 
 from pallas_kernels import (
@@ -20,6 +21,7 @@ from pallas_kernels import (
     SwiGLU,
     quantize_fp8_token,
     quantize_mxfp8,
+    rms_norm,
     situ_and_mul,
     swiglu_and_mul,
 )
@@ -177,3 +179,30 @@ def test_more_than_two_to_the_31_bytes(kind: str) -> None:
     got = call(x)
     jax.tree.map(lambda a, b: assert_same_bits(a[-16:], b), got, expected)
     jax.tree.map(lambda a, b: assert_same_bits(a[:16], b), got, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (7, 40), (8, 3584), (2, 5, 3072), (9, 4096), (1001, 264)], ids=str)
+def test_norms_of_every_shape(shape: tuple[int, ...]) -> None:
+    """And zeros, and a row of NaN, which stays in its own."""
+    keys = jax.random.split(jax.random.key(shape[-1]), 3)
+    scales = jnp.exp(jax.random.uniform(keys[1], (*shape[:-1], 1), minval=-9.0, maxval=9.0))
+    x = (jax.random.normal(keys[0], shape) * scales).reshape(-1, shape[-1])
+    x = x.at[1:2].set(0).at[2:3, 0].set(jnp.nan).reshape(shape)
+    gain = jax.random.normal(keys[2], shape[-1:]).astype(jnp.bfloat16)
+    require_normed(rms_norm(x, gain, eps=1e-5, implementation="mosaic"), x, gain, 1e-5)
+
+
+def test_norms_have_the_formula_s_gradient_and_a_batch() -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 5, 64))
+    gain = jnp.ones(64, jnp.bfloat16)
+
+    def total(implementation: str) -> Any:
+        def call(x: jax.Array, gain: jax.Array) -> jax.Array:
+            normed = jax.vmap(lambda x: rms_norm(x, gain, eps=1e-5, implementation=implementation))(x)
+            return jnp.sum(jnp.arange(64.0) * normed.astype(jnp.float32))
+
+        return jax.grad(call, argnums=(0, 1))
+
+    mine, other = (total(name)(x, gain) for name in ("mosaic", "xla"))
+    for a, b in zip(mine, other, strict=True):
+        assert relative_l2(a.astype(jnp.float32), b.astype(jnp.float32)) < 1e-5

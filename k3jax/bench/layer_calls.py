@@ -14,11 +14,10 @@ from k3jax.bench.cases import Case, even_picks
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, HowToMultiply, gate_and_up_rows, routed_experts
-from k3jax.linear import rms_norm
 from k3jax.moe import MoE
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
-from pallas_kernels import combine_rows, dense_matmul, gather_rows, grouped_matmul, schedule_rows
+from pallas_kernels import combine_rows, dense_matmul, gather_rows, grouped_matmul, rms_norm, schedule_rows
 from pallas_kernels.rounding import to_bfloat16
 
 _PULL = 8.0  # of a token's own experts on its logits, which are otherwise unit-normal
@@ -112,7 +111,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
         return name, program
 
     def norm_up(sums: Array, gain: Array, weight: Any) -> Array:
-        return dense_matmul(rms_norm(to_bfloat16(sums), gain, config.rms_norm_eps), weight)
+        return dense_matmul(rms_norm(sums, gain, eps=config.rms_norm_eps), weight)
 
     yield stage("router", lambda layer, x: layer.route(x), layer, x)
     yield stage("latent_down", dense_matmul, x, latent_down.get_value())

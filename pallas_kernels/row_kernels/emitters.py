@@ -4,6 +4,7 @@ A thread whose vector or row lies beyond the end reads the last one again, so th
 nothing.
 """
 
+import functools
 from collections.abc import Sequence
 
 from pallas_kernels.e8m0 import BLOCK
@@ -14,6 +15,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     both,
     constant,
     equal,
+    f32,
     i32,
     left,
     less,
@@ -87,12 +89,8 @@ def dequantized_mxfp8(vectors: int, each: int, block: Value, values: Value, scal
 
 def fp8_token(rows: int, vectors_a_row: int, block: Value, x: Value, values: Value, scales: Value) -> None:
     """A row a warp, which keeps it in registers until its largest magnitude is known."""
-    own = thread()
-    lane = both(own, 31)
-    row = add(mul(block, THREADS // 32), right(own, 5))
+    row, start, columns = _row_of_warp(rows, vectors_a_row, block)
     inside = less(row, rows)
-    start = mul(clamped(row, rows), vectors_a_row)
-    columns = [add(lane, 32 * i) for i in range(-(-vectors_a_row // 32))]
     loaded = [_load(x, add(start, clamped(column, vectors_a_row))) for column in columns]
     byte = scale_byte(largest_of_lanes(largest_magnitude([pair for pairs in loaded for pair in pairs]), 32))
     byte = arith.maxsi(byte, constant(1))  # a subnormal scale would be flushed when used
@@ -100,7 +98,40 @@ def fp8_token(rows: int, vectors_a_row: int, block: Value, x: Value, values: Val
         held = arith.andi(inside, less(column, vectors_a_row))
         _store_e4m3(held, values, add(start, column), pairs, byte)
     scale = arith.select(less(byte, 255), left(byte, 23), constant(0x7FC00000))
-    ptx_if(arith.andi(inside, equal(lane, 0)), "st.global.b32 [$0], $1;", address(scales, row, 4), scale)
+    ptx_if(arith.andi(inside, equal(columns[0], 0)), "st.global.b32 [$0], $1;", address(scales, row, 4), scale)
+
+
+def normalized(rows: int, vectors_a_row: int, eps: float, block: Value, x: Value, gains: Value, y: Value) -> None:
+    """A row of float32 a warp, which keeps it in registers as bfloat16 until the sum of its squares is known."""
+    row, start, columns = _row_of_warp(rows, vectors_a_row, block)
+    at = [clamped(column, vectors_a_row) for column in columns]
+    first = [mul(add(start, column), 2) for column in at]  # of two vectors of 4 float32
+    words = [(*_load(x, vector), *_load(x, add(vector, 1))) for vector in first]
+    weights = [_load(gains, column) for column in at]
+    numbers = [[arith.bitcast(f32(), word) for word in eight] for eight in words]
+    loaded = [[pack(*eight[i : i + 2]) for i in range(0, VECTOR, 2)] for eight in numbers]
+    total = zero = arith.constant(f32(), 0.0)
+    for column, pairs in zip(columns, loaded, strict=True):
+        squares = functools.reduce(arith.addf, [arith.mulf(v, v) for pair in pairs for v in unpack(pair)])
+        total = arith.addf(total, arith.select(less(column, vectors_a_row), squares, zero))
+    mean = arith.mulf(sum_of_lanes(total), arith.constant(f32(), 1 / (vectors_a_row * VECTOR)))
+    factor = ptx("rsqrt.approx.f32 $0, $1;", arith.addf(mean, arith.constant(f32(), eps)), out=f32())
+    for column, pairs, gain in zip(columns, loaded, weights, strict=True):
+        normed = [pack(*(arith.mulf(value, factor) for value in unpack(pair))) for pair in pairs]
+        products = [
+            pack(*(arith.mulf(a, b) for a, b in zip(unpack(pair), unpack(other), strict=True)))
+            for pair, other in zip(normed, gain, strict=True)
+        ]
+        held = arith.andi(less(row, rows), less(column, vectors_a_row))
+        ptx_if(held, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address(y, add(start, column), 16), *products)
+
+
+def _row_of_warp(rows: int, vectors_a_row: int, block: Value) -> tuple[Value, Value, list[Value]]:
+    """The row of the thread's warp, its first vector, and which of its vectors the lane has: l, l + 32, ..."""
+    own = thread()
+    row = add(mul(block, THREADS // 32), right(own, 5))
+    columns = [add(both(own, 31), 32 * i) for i in range(-(-vectors_a_row // 32))]
+    return row, mul(clamped(row, rows), vectors_a_row), columns
 
 
 def own_vectors(block: Value, each: int) -> list[Value]:
@@ -137,3 +168,11 @@ def number(array: Value, index: Value) -> Value:
 def agreed(operation: str, value: Value) -> Value:
     """Of the whole warp: the largest, the least, the sum."""
     return ptx(f"redux.sync.{operation} $0, $1, 0xffffffff;", value, out=i32(), volatile=True)
+
+
+def sum_of_lanes(value: Value) -> Value:
+    """Of the whole warp's float32, the same in every lane: of neighbours, of neighbouring pairs, and so on."""
+    for distance in (1, 2, 4, 8, 16):
+        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+        value = arith.addf(value, ptx(code, value, out=f32(), volatile=True))
+    return value

@@ -13,17 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16
+from jaxtyping import Array, BFloat16, Float
 
 from pallas_kernels.e8m0 import BLOCK
 from pallas_kernels.grouped_matmul.mosaic_parts.decode import SCALAR
 from pallas_kernels.grouped_matmul.mosaic_parts.ptx import global_address, scalar, shared_address
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray
+from pallas_kernels.rms_norm import normalize
 from pallas_kernels.row_kernels import emitters
 from pallas_kernels.row_kernels.emitters import THREADS, VECTOR
 from pallas_kernels.situ import Activation, apply_activation
 
-_LONGEST_ROW = 8192  # of a token with a scale of its own: a warp holds it, 128 registers a thread
+# Of a token that a warp holds: with a scale of its own 128 registers a thread, and as many with gains for half of it.
+_LONGEST_ROW = {"quantize_fp8_token": 8192, "rms_norm": 4096}
 MOST_VECTORS = 1 << 30  # twice as many are counted in 32 bits
 _FEW_VECTORS = 1 << 18  # about as many threads as an H200 runs at once: one each, and no thread waits for another
 _VECTORS_A_THREAD = 2  # where there are more; three and four were no faster
@@ -31,13 +33,15 @@ _VECTORS_A_THREAD = 2  # where there are more; three and four were no faster
 
 def why_not(op: str, x: Any) -> str | None:
     """Why the kernel of `op` cannot take the array `x`; None if it can."""
-    if x.dtype != jnp.bfloat16:
-        return f"x is {x.dtype}, and the kernel takes bfloat16"
-    step = {"quantize_mxfp8": BLOCK, "quantize_fp8_token": VECTOR}.get(op, 2 * VECTOR)
+    taken = "float32" if op == "rms_norm" else "bfloat16"
+    if x.dtype != taken:
+        return f"x is {x.dtype}, and the kernel takes {taken}"
+    step = {"quantize_mxfp8": BLOCK, "quantize_fp8_token": VECTOR, "rms_norm": VECTOR}.get(op, 2 * VECTOR)
     if x.ndim < 1 or x.shape[-1] % step or not x.size:
         return f"x has shape {x.shape}, and the kernel takes rows of a multiple of {step}, at least one"
-    if op == "quantize_fp8_token" and x.shape[-1] > _LONGEST_ROW:
-        return f"rows of {x.shape[-1]} are longer than the {_LONGEST_ROW} that a warp's registers hold"
+    longest = _LONGEST_ROW.get(op, x.shape[-1])
+    if x.shape[-1] > longest:
+        return f"rows of {x.shape[-1]} are longer than the {longest} that a warp's registers hold"
     if x.size // VECTOR > MOST_VECTORS:
         return f"x has shape {x.shape}, more than {MOST_VECTORS * VECTOR} elements"
     return None
@@ -107,6 +111,25 @@ def quantize_fp8_token(x: BFloat16[Array, "... k"]) -> TokenScaledArray:
         return TokenScaledArray(values.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
     return _by_rows(rows)(lax.stop_gradient(x))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def rms_norm(eps: float, x: Float[Array, "... n"], weight: BFloat16[Array, " n"]) -> BFloat16[Array, "... n"]:
+    """`rms_norm.normalize` of float32, but for the order of its sum and a last bit of the root."""
+
+    def rows(x: Array, weight: Array) -> Array:
+        count = x.size // x.shape[-1]
+        emit = functools.partial(emitters.normalized, count, x.shape[-1] // VECTOR, eps)
+        results = (jax.ShapeDtypeStruct((x.size,), jnp.bfloat16),)
+        (y,) = block_kernel("rms_norm", emit, results, -(-count // (THREADS // 32)))(x.reshape(-1), weight)
+        return y.reshape(x.shape)
+
+    return jax.custom_batching.sequential_vmap(rows)(x, weight)
+
+
+@rms_norm.defjvp
+def _rms_norm_jvp(eps: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return rms_norm(eps, *primals), jax.jvp(functools.partial(normalize, eps), primals, tangents)[1]
 
 
 def _by_rows(function: Callable[[Array], Any]) -> Callable[[Array], Any]:

@@ -28,7 +28,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     thread,
     utils,
 )
-from pallas_kernels.row_kernels.emitters import THREADS, address, agreed, clamped, number
+from pallas_kernels.row_kernels.emitters import THREADS, address, agreed, clamped, number, sum_of_lanes
 from pallas_kernels.top_k import VANISHED
 
 _LANES = 32
@@ -73,7 +73,7 @@ def weighted(
     if renormalize:
         zero = arith.constant(f32(), 0.0)
         counted = [arith.select(less(pick, picks), score, zero) for (pick, _), score in zip(picked, own, strict=True)]
-        total = arith.addf(_sum_of_lanes(functools.reduce(arith.addf, counted)), arith.constant(f32(), VANISHED))
+        total = arith.addf(sum_of_lanes(functools.reduce(arith.addf, counted)), arith.constant(f32(), VANISHED))
         own = [ptx("div.rn.f32 $0, $1, $2;", score, total, out=f32()) for score in own]
     for (pick, place), score in zip(picked, own, strict=True):
         weight = arith.mulf(score, arith.constant(f32(), scale))
@@ -163,11 +163,3 @@ def _key(bits: Value) -> Value:
     key = arith.select(less(bits, 0), negative, either(bits, constant(0x8000_0000)))
     key = arith.select(equal(magnitude, 0), constant(_ZERO), key)
     return arith.select(less(constant(0x7F80_0000), magnitude), constant(_NAN), key)
-
-
-def _sum_of_lanes(value: Value) -> Value:
-    """Of the whole warp's float32, the same in every lane: of neighbours, of neighbouring pairs, and so on."""
-    for distance in (1, 2, 4, 8, 16):
-        code = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
-        value = arith.addf(value, ptx(code, value, out=f32(), volatile=True))
-    return value

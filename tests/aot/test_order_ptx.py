@@ -1,4 +1,4 @@
-"""Mosaic's kernels that order and move rows, as the compiler wrote them: an interpreter runs them against NumPy."""
+"""Mosaic's kernels that order, move and norm rows, as the compiler wrote them: an interpreter runs them on NumPy."""
 
 import functools
 import re
@@ -13,10 +13,11 @@ import pytest
 from annotations import unchecked_annotations
 from compiled_mosaic import Target
 from jax.sharding import NamedSharding, PartitionSpec
+from norm_truth import require_normed
 from numpy.typing import NDArray
 
 from pallas_kernels import MXFP8Array, TokenScaledArray
-from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders
+from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders, mosaic_rows
 
 SPECIAL = np.array([np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0], np.float32)
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
@@ -53,7 +54,9 @@ def compiled(function: Any, operands: Any, target: Target, folder: Path, monkeyp
         traced = jax.jit(function).trace(*placed)
         traced.lower(lowering_platforms=("cuda",)).compile()
     (ptx,) = (file.read_text() for file in folder.glob("*.ptx"))
+    (report,) = (file.read_text() for file in folder.glob("*.ptxas"))
     assert f".target {target.architecture}" in ptx
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
     (blocks,) = set(re.findall(r"\bgrid=\((\d+),\)", str(traced.jaxpr)))
     table = set(re.findall(r"Ref<smem>\{i32\[(\d+)\]\}", str(traced.jaxpr))) or {"0"}
     (words,) = table
@@ -175,3 +178,15 @@ def test_sums_are_those_of_the_rows_named(
     for token, slot in zip(*np.nonzero(is_named), strict=True):
         sums[token] += rows[positions[token, slot]].astype(np.float32) * weights[token, slot]
     np.testing.assert_array_equal(kernel(rows, positions, weights)[0], sums)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 8), (6, 264), (3, 4096)])
+def test_rows_are_normed(
+    rows: int, columns: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(rows)
+    x = (rng.standard_normal((rows, columns)) * np.exp(rng.uniform(-9, 9, (rows, 1)))).astype(np.float32)
+    gain = rng.standard_normal(columns).astype(jnp.bfloat16)
+    kernel = compiled(functools.partial(mosaic_rows.rms_norm, 1e-5), [x, gain], target, tmp_path, monkeypatch)
+    (y,) = kernel(x, gain)
+    require_normed(y, x, gain, 1e-5)
