@@ -12,7 +12,7 @@ LONGEST_COPY = 32  # rows of x that one tensor copy brings; no copy may be of mo
 REGISTERS = {1: (240, 24), 2: (232, 40), 3: (160, 32), 4: (112, 32)}  # consumers' and producer's, by consumers
 _SUMS = {  # registers that a consumer has for float32 sums, by consumers; more for e4m3, whose operands need fewer
     "bf16": {1: 152, 2: 152, 3: 80, 4: 40},
-    "e4m3": {1: 192, 2: 192, 3: 112, 4: 64},
+    "e4m3": {1: 192, 2: 192, 3: 112, 4: 60},
 }
 _MOST_COLUMNS = 256  # of e4m3 products in one sum of the tensor cores: `hopper.products` has the errors
 _WIDEST_PRODUCT = 256  # wgmma's own limit
