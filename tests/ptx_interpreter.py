@@ -103,6 +103,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     **{f"setp.{name}": getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")},
 }
 _OF_ONE_TYPE: dict[str, Callable[..., Any]] = {
+    "div.u32": lambda x, y: np.where(y == 0, np.uint64(GARBAGE), x // np.maximum(y, np.uint64(1))),
     "mul.hi.u32": lambda x, y: x * y >> np.uint64(32),
     "mul.hi.u64": _upper_half,
     "bfe.u32": lambda x, start, length: x >> start & (np.uint64(1) << length) - np.uint64(1),
@@ -210,7 +211,7 @@ class _Grid:
         elif opcode == "ld.param::entry.b64":
             array = self.program.parameters.index(arguments[1][1:-1])
             self._set(arguments[0], np.uint64((array + 1) << _ARRAY), on, 64)
-        elif vector := re.fullmatch(r"(ld\.global\.nc(?:\.L1::no_allocate)?|st\.global)(?:\.v([24]))?\.b32", opcode):
+        elif vector := re.fullmatch(r"(ld\.global(?:\.nc)?(?:\.L1::\w+)?|st\.global)(?:\.v([24]))?\.b32", opcode):
             self._reach(vector[1] == "st.global", int(vector[2] or 1), arguments, on)
         elif opcode == "st.shared.b32":
             self._store_shared(arguments, on)
@@ -300,5 +301,9 @@ class _Grid:
             lane = self._value(arguments[2]).astype(int)
             lane = lane ^ np.arange(32) if opcode == "shfl.sync.bfly.b32" else lane
             self._set(name, np.take_along_axis(value, lane, 1), on)
+        elif opcode == "shfl.sync.up.b32" and arguments[3] == "0":
+            lane = np.arange(32) - self._value(arguments[2]).astype(int)
+            self._set(name[0], np.where(lane < 0, value, np.take_along_axis(value, np.maximum(lane, 0), 1)), on)
+            self._set(name[1], lane >= 0, on)
         else:
             raise NotImplementedError(f"{opcode} {arguments}")

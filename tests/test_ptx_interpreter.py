@@ -95,7 +95,7 @@ def test_what_a_gpu_would_let_pass_is_found(body: str, message: str, monkeypatch
         "add.f32 %r2, %r2, %r2;",
         "cvt.s64.s32 %rd6, %r2;",
         "atom.global.add.u32 %r2, [%rd4], 1;",
-        "ld.global.b32 %r2, [%rd3];",
+        "ld.global.b64 %rd6, [%rd3];",
         "shl.b64 %rd6, %rd1, 32;",
         "redux.sync.add.u32 %r2, %r2, 0x0000ffff;",
         "redux.sync.add.s32 %r2, %r2, 0xffffffff;",

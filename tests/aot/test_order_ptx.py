@@ -1,18 +1,15 @@
 """Mosaic's kernels that order, move and norm rows, as the compiler wrote them: an interpreter runs them on NumPy."""
 
 import functools
-import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import ptx_interpreter
 import pytest
-from annotations import unchecked_annotations
 from compiled_mosaic import Target
-from jax.sharding import NamedSharding, PartitionSpec
+from interpreted_mosaic import compiled
 from norm_truth import require_normed
 from numpy.typing import NDArray
 
@@ -21,46 +18,6 @@ from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders, mosaic_rows
 
 SPECIAL = np.array([np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0], np.float32)
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
-
-
-class Kernel(NamedTuple):
-    """The PTX of a function that is one kernel, how it is launched, and its outputs."""
-
-    ptx: str
-    blocks: int
-    table_words: int
-    outputs: list[jax.ShapeDtypeStruct]
-
-    def __call__(self, *inputs: NDArray[Any]) -> list[NDArray[Any]]:
-        """All of the outputs, each element of which must be written."""
-        results = self.words(*inputs)
-        assert all(result.written.all() for result in results)
-        return [
-            result.words.view(output.dtype).reshape(output.shape)
-            for result, output in zip(results, self.outputs, strict=True)
-        ]
-
-    def words(self, *inputs: NDArray[Any]) -> list[ptx_interpreter.Output]:
-        sizes = [output.size * output.dtype.itemsize // 4 for output in self.outputs]
-        return ptx_interpreter.run(self.ptx, inputs, sizes, self.blocks, self.table_words)
-
-
-def compiled(function: Any, operands: Any, target: Target, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """For operands of such shapes and dtypes, in the kernel's order."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
-    sharding = NamedSharding(target.mesh, PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(operand.shape, operand.dtype, sharding=sharding) for operand in operands]
-    with jax.set_mesh(target.mesh), unchecked_annotations():
-        traced = jax.jit(function).trace(*placed)
-        traced.lower(lowering_platforms=("cuda",)).compile()
-    (ptx,) = (file.read_text() for file in folder.glob("*.ptx"))
-    (report,) = (file.read_text() for file in folder.glob("*.ptxas"))
-    assert f".target {target.architecture}" in ptx
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
-    (blocks,) = set(re.findall(r"\bgrid=\((\d+),\)", str(traced.jaxpr)))
-    table = set(re.findall(r"Ref<smem>\{i32\[(\d+)\]\}", str(traced.jaxpr))) or {"0"}
-    (words,) = table
-    return Kernel(ptx, int(blocks), int(words), jax.tree.leaves(traced.out_info))
 
 
 @pytest.mark.parametrize(("columns", "k"), [(1, 1), (7, 7), (33, 5), (112, 16), (112, 112), (896, 16), (1024, 8)])
