@@ -30,9 +30,11 @@ import jax.numpy as jnp
 import typer
 from rich.console import Console
 
-from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows
+from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows, relative_error
 from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.run import ERROR_LIMITS
 from k3jax.bench.timing import device_times
+from pallas_kernels import MXFP4Array
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.config import (
     SHARED_MEMORY,
@@ -169,11 +171,17 @@ def _with_most_stages(tuning: Tuning, mma: Mma, gated: bool, groups: int) -> Tun
 
 
 def time_cases(
-    cases: list[Case], w: KernelWeights, tunings: list[Tuning], rounds: int, jobs: int, lock: Any
+    cases: list[Case],
+    experts: MXFP4Array,
+    w: KernelWeights,
+    tunings: list[Tuning],
+    rounds: int,
+    jobs: int,
+    lock: Any,
 ) -> list[dict[str, Any]]:
-    """A record for each of the best tunings and for the first, the winner first.
+    """A record for each of the best tunings and for the first, the winner first; their results are checked.
 
-    The cases differ in the distribution of their rows.
+    The cases differ in the distribution of their rows; `w` is `experts` as the kernel lays them out.
     """
     first = cases[0]
     x = quantized_rows(first, make_rows(first))
@@ -194,6 +202,9 @@ def time_cases(
         rough = dict(zip(tunings, timed(tunings, _ROUGHLY), strict=True))
         best = sorted(tunings, key=lambda tuning: sum(rough[tuning].values()))[:_FINALISTS]
         finalists = list(dict.fromkeys([*best, tunings[0]]))
+        for tuning, case in itertools.product(finalists, cases):
+            error = relative_error(case, x, experts, programs[tuning](x, w, sizes[str(case.distribution)]))
+            assert error <= ERROR_LIMITS[case.recipe], f"{tuning} is off by {error}, of {case}"
         records = [_record(first, w, *found) for found in zip(finalists, timed(finalists, rounds), strict=True)]
     return ranked(records)
 
@@ -274,11 +285,10 @@ def tune(
             with _held(lock):
                 experts = make_experts(cases[0][0])
                 w = jax.block_until_ready(to_kernel_layout(experts, recipe=each, gated=name == "w13"))
-                del experts
             for same in cases:
                 held = functools.partial(_held, lock)
                 tunings = together(same, w, jobs, held) if several else candidates(same[0])
-                timed = time_cases(same, w, tunings, rounds, jobs, held)
+                timed = time_cases(same, experts, w, tunings, rounds, jobs, held)
                 records += timed
                 present = next(record for record in timed if tuned.read_tuning(record) == tunings[0])
                 for what, record in (("as it is" if several else "heuristic", present), ("best", timed[0])):

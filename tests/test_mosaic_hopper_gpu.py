@@ -4,6 +4,7 @@ the patterns that break such kernels. Run with `pytest -m gpu` where JAX sees on
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from pallas_kernels import (
 from pallas_kernels import grouped_matmul as public_grouped_matmul
 from pallas_kernels.grouped_matmul import config
 from pallas_kernels.grouped_matmul.config import Tuning
-from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, to_kernel_layout
+from pallas_kernels.grouped_matmul.kernel_layout import UNIT_ROWS, KernelWeights, to_kernel_layout
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 
 pytestmark = pytest.mark.gpu
@@ -42,9 +43,12 @@ TUNINGS = (
     Tuning((24, 256), 2, 1, 2, 2),
     Tuning((120,), 2, 2, 4, 2),
     Tuning((24,), 4, 2, 2, 3),
+    Tuning((16,), 4, 3, 2, 3),
     Tuning((8, 40), 1, 2, 2, 4),
     Tuning((152,), 2, 1, 2, 3, OTHERS, (6,)),
 )
+# Rows of N that each of them cuts into tiles.
+N = math.lcm(*(UNIT_ROWS * each.row_units for tuning in TUNINGS for each in tuning.launches))
 kernel = jax.jit(grouped_matmul, static_argnames=("activation", "tuning", "out_format"))
 
 
@@ -110,7 +114,7 @@ def test_every_kind_of_tuning(recipe: str, tuning: Tuning) -> None:
         widest = config.widest(tuning.warpgroups, tuning.units, "e4m3")
         widths = tuple(sorted({min(width, widest) for width in tuning.widths}))
         tuning = dataclasses.replace(tuning, k_units=max(2, tuning.k_units), widths=widths)
-    check(np.array(SIZES)[::-1], 512, 768, 900, recipe, KIMI, tuning)
+    check(np.array(SIZES)[::-1], N, 768, 900, recipe, KIMI, tuning)
 
 
 @pytest.mark.parametrize("tuning", TUNINGS, ids=str)
@@ -118,7 +122,7 @@ def test_every_kind_of_tuning(recipe: str, tuning: Tuning) -> None:
 def test_every_format_holds_the_same_numbers(activation: Activation | None, tuning: Tuning) -> None:
     sizes = np.array(SIZES)
     used = int(sizes.sum())
-    w = random_weights(jax.random.key(7), len(sizes), 512, 768)
+    w = random_weights(jax.random.key(7), len(sizes), N, 768)
     x = random_rows(900, 768, used, "w4a16")
     check_formats(x, w, sizes, "w4a16", activation, tuning)
 

@@ -206,10 +206,10 @@ class _Emitter:
         return add(add(self.buffer, column * self.spec.turned_bytes), warp)
 
     def _write(self, first: int, count: int) -> None:
-        vectors = self.columns * self.spec.turned_bytes // 16
-        at, row = both(self.own, vectors - 1), right(self.own, vectors.bit_length() - 1)
+        vectors = self.columns * self.spec.turned_bytes // 16  # of a row; three units have no power of two
         for step in range(-(-count * 8 * vectors // 128)):
-            token = add(row, step * (128 // vectors))
+            place = add(self.own, 128 * step)
+            token, at = arith.divui(place, constant(vectors)), arith.remui(place, constant(vectors))
             data = load_shared_128(add(add(self.buffer, mul(token, self.pitch)), left(at, 4)))
             target = add(self.row, add(token, first * 8))
             if self.spec.out_format == "mxfp8":
