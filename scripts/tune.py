@@ -53,7 +53,8 @@ _SPLITS = {  # (warpgroups, units of each), of tiles that are narrow or not
     True: ((4, 1), (2, 2), (3, 1), (2, 1), (4, 2), (1, 1), (3, 2), (4, 3)),
     False: ((2, 2), (3, 1), (2, 1), (4, 1)),
 }
-_LIMITS = (152, 136, 120, 104, 80)  # of a row tile
+_LIMITS = (168, 152, 136, 120, 104, 80)  # of a row tile
+_WIDE = 152  # a tile for the large groups among small ones
 _MOST_WIDTHS = 3
 _MOST_STAGES = 10
 _FINALISTS = 3
@@ -152,7 +153,7 @@ def _row_tiles(mean: int, mma: Mma) -> list[tuple[int, ...]]:
     """Those of a mean group in one tile or several and, for skewed groups, wider ones."""
     found = list(dict.fromkeys(row_widths(mean, limit, mma) for limit in _LIMITS))[:_MOST_WIDTHS]
     own = found[0][-1]
-    return found + ([(own // 16 * 8, own, _LIMITS[0])] if _NARROW < own < _LIMITS[0] else [])
+    return found + ([(own // 16 * 8, own, _WIDE)] if _NARROW < own < _WIDE else [])
 
 
 def _shapes(widest: int, mma: Mma) -> Iterator[tuple[int, int, int]]:
