@@ -8,7 +8,6 @@ from pallas_kernels.grouped_matmul.schedule import ROW_STEP
 SHARED_MEMORY = 232_448  # bytes a block can have on Hopper
 EPILOGUE_TOKENS = 32  # rows that a warpgroup turns round in shared memory at a time
 LINE_BYTES = 128  # the swizzle's width: columns of x per copy
-LONGEST_COPY = 32  # rows of x that one tensor copy brings; no copy may be of more rows than x has
 REGISTERS = {1: (240, 24), 2: (232, 40), 3: (160, 32), 4: (112, 32)}  # consumers' and producer's, by consumers
 _SUMS = {  # registers that a consumer has for float32 sums, by consumers; more for e4m3, whose operands need fewer
     "bf16": {1: 152, 2: 152, 3: 80, 4: 40},

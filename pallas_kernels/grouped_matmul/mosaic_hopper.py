@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_matmul import schedule, tuned
-from pallas_kernels.grouped_matmul.config import LONGEST_COPY, Tuning
+from pallas_kernels.grouped_matmul.config import Tuning
 from pallas_kernels.grouped_matmul.hopper import roles
 from pallas_kernels.grouped_matmul.kernel_layout import KernelWeights, Mma
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry, WrittenFormat
@@ -67,13 +67,12 @@ def grouped_matmul(
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
     values, scales = _rows(x, w.mma, dequantize_mxfp8 if interpret is None else MXFP8Array.dequantize)
-    rows = values.shape[0]
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
-    shapes = _geometries(rows, w, activation, out_format, tuning)
-    least = min(LONGEST_COPY, max(shape.tuning.widest for shape in shapes))
-    padded = jnp.pad(values, ((0, max(0, least - rows)), (0, 0)))
-    operands = [padded, w.words, group_sizes.astype(jnp.int32), w.exponents, *([] if scales is None else [scales])]
+    shapes = _geometries(values.shape[0], w, activation, out_format, tuning)
+    if interpret is not None:  # which, unlike a tensor copy, reads no row beyond the last
+        values = jnp.pad(values, ((0, max(shape.tuning.widest for shape in shapes)), (0, 0)))
+    operands = [values, w.words, group_sizes.astype(jnp.int32), w.exponents, *([] if scales is None else [scales])]
     if len(shapes) == 1:
         result = _kernel(shapes[0], scales is not None, multiprocessors, interpret)(*operands)
     else:  # Each launch writes the rows of its groups.

@@ -6,26 +6,21 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from pallas_kernels.grouped_matmul.config import LINE_BYTES, LONGEST_COPY
+from pallas_kernels.grouped_matmul.config import LINE_BYTES
 from pallas_kernels.grouped_matmul.mosaic_parts.decode import UNIT_BYTES
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Geometry
 from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     Value,
     add,
     arith,
-    both,
     constant,
-    i32,
+    equal,
     i64,
     mul,
     ptx,
-    right,
-    scf,
     utils,
     wide,
 )
-
-_COPIES = (LONGEST_COPY, 16, 8)  # rows
 
 
 def copy_weights(
@@ -53,35 +48,34 @@ def copy_rows(
     width: Value,
     full: Value,
 ) -> None:
-    """Tensor copies of 32, 16 and 8 rows of 128 bytes that make up `width` rows from any row on; zeros beyond x."""
-    barrier = barrier_at(full)
-    block = mul(slot, shape.tuning.widest // 8)
+    """One tensor copy of `width` rows for each 128 bytes of a stage, from any row on; zeros beyond x.
 
-    def copy(rows: int, done: Value) -> None:
+    The hardware wants a copy's size in its description: there is one for each of the tile's widths.
+    """
+    barrier = barrier_at(full)
+    block = as_index(mul(slot, shape.tuning.widest // 8))
+
+    def copy(rows: int) -> None:
         for s in range(shape.subtiles):
             # In memory x_smem is [subtiles, stages * widest / 8, 1, 8, line].
-            tile = utils.memref_slice(x_smem, (s, mgpu.ds(as_index(add(block, right(done, 3))), rows // 8), 0))
+            tile = utils.memref_slice(x_smem, (s, mgpu.ds(block, rows // 8), 0))
             column = add(mul(k_unit, 64), s * shape.line)
             ctx.async_copy(
                 src_ref=x_gmem,
                 dst_ref=utils.memref_fold(tile, 0, 2),
-                gmem_slice=(mgpu.ds(as_index(add(row, done)), rows), mgpu.ds(as_index(column), shape.line)),
+                gmem_slice=(mgpu.ds(as_index(row), rows), mgpu.ds(as_index(column), shape.line)),
                 swizzle=LINE_BYTES,
                 barrier=barrier,
                 arrive=False,
                 predicate=None,
             )
 
-    for rows in _COPIES:
-        if rows > shape.tuning.widest:
-            continue
-        done, count = constant(0), right(width, rows.bit_length() - 1)
-        if rows < _COPIES[0]:  # what is left of the larger copies is at most one
-            done, count = both(width, -2 * rows), both(count, 1)
-        loop = scf.ForOp(as_index(constant(0)), as_index(count), as_index(constant(1)), [])
-        with ir.InsertionPoint(loop.body):
-            copy(rows, add(done, mul(arith.index_castui(i32(), loop.induction_variable), rows)))
-            scf.yield_([])
+    if len(shape.tuning.widths) == 1:
+        copy(shape.tuning.widest)
+        return
+    for rows in shape.tuning.widths:
+        with utils.when(equal(width, rows)):
+            copy(rows)
 
 
 def barrier_at(address: Value) -> Any:
