@@ -210,6 +210,19 @@ def test_the_check_sees_an_error(recipe: str) -> None:
     assert calls.relative_error(case, x, experts, y[::-1]) > 0.5
 
 
+def test_distributions_share_a_program_but_not_their_rows() -> None:
+    hot, even = (Case("w2", "w4a16", 40, 4, distribution, 64, 96) for distribution in ("hot", "uniform"))
+    experts = calls.make_experts(hot)
+    x = calls.make_rows(hot)
+    w = calls.expert_weights(experts, hot, "xla")
+    programs = [calls.product_call(case, x, w, implementation="xla") for case in (hot, even)]
+    assert programs[0].executable is programs[1].executable
+    for case, program in zip((hot, even), programs, strict=True):
+        assert calls.relative_error(case, x, experts, program()) < run.ERROR_LIMITS["w4a16"]
+    other = calls.product_call(hot, x, w, implementation="xla", out_format="f32")
+    assert other().dtype == jnp.float32
+
+
 def test_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
     arguments = ("--op", "w2", "--rows", 8, "--recipe", "w4a16", *SMALL, "--peers")
     done = bench(*arguments, "--json", tmp_path / "bench.json")

@@ -31,6 +31,7 @@ from pallas_kernels.situ import apply_activation
 
 KIMI = Situ(4.0, 25.0)
 _CHECKED_ROWS = 128
+_programs: dict[Any, tuple[Callable[..., Any], float]] = {}  # of products: what was compiled, and how long it took
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,11 @@ def quantized_rows(case: Case, rows: Array) -> Any:
 def product_call(
     case: Case, x: Any, w: Weights, *, implementation: str, out_format: str = "bf16", quantize: bool = False
 ) -> Program:
-    """The op on `x` and `w`, compiled as one program; with `quantize`, that of the bfloat16 rows `x` is part of it."""
+    """The op on `x` and `w`, compiled as one program; with `quantize`, that of the bfloat16 rows `x` is part of it.
+
+    Cases that differ in their distribution share a program, and its `compile_s`.
+    """
+    key = dataclasses.replace(case, distribution=None), implementation, out_format, quantize
     quantizer = RECIPES[case.recipe].quantize if quantize else None
     sizes = jnp.asarray(case.group_sizes)
     activation = KIMI if case.op == "w13" else None
@@ -91,7 +96,11 @@ def product_call(
             rows, w, sizes, activation=activation, out_format=out_format, implementation=implementation
         )
 
-    return compiled(product, x, w, sizes)
+    if key not in _programs:
+        program = compiled(product, x, w, sizes)
+        _programs[key] = program.executable, program.compile_s
+    executable, compile_s = _programs[key]
+    return Program(executable, (x, w, sizes), compile_s)
 
 
 def elementwise_call(case: Case, x: Array, implementation: str) -> Program:

@@ -90,8 +90,8 @@ def routed_program(layer: MoE, x: Array, routing: Routing) -> Program:
     return compiled(routed, _latent(layer, x), routing, w13, w2)
 
 
-def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str, Program]]:
-    """The stages, in the order of the data, each on what the ones before it made.
+def stage_programs(layer: MoE, x: Array, routing: Routing, *, all_of_them: bool) -> Iterator[tuple[str, Program]]:
+    """The stages, in the order of the data, each on what the ones before it made: all, or those up to the products.
 
     A stage is a program of its own: within the layer XLA may fuse it with its neighbours.
     """
@@ -113,7 +113,8 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
     def norm_up(sums: Array, gain: Array, weight: Any) -> Array:
         return dense_matmul(rms_norm(sums, gain, eps=config.rms_norm_eps), weight)
 
-    yield stage("router", lambda layer, x: layer.route(x), layer, x)
+    if all_of_them:
+        yield stage("router", lambda layer, x: layer.route(x), layer, x)
     yield stage("latent_down", dense_matmul, x, latent_down.get_value())
     yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
@@ -129,6 +130,8 @@ def stage_programs(layer: MoE, x: Array, routing: Routing) -> Iterator[tuple[str
         hidden = made.pop("quantize_hidden")
     yield stage("w2", product, hidden, w2, schedule.group_sizes)
     del hidden
+    if not all_of_them:
+        return
     yield stage("combine", combine_rows, made.pop("w2"), schedule.row, routing.weights)
     yield stage("norm_up", norm_up, made.pop("combine"), norm[...], latent_up.get_value())
     if layer.shared is not None:

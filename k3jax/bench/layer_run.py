@@ -110,7 +110,7 @@ def timed(
         whole = stage(program, layer_work(case, hit))
         routed = stage(layer_calls.routed_program(layer, x, routing), routed_work(case, hit))
         work, stages = stage_work(case, hit), {}
-        for name, one in layer_calls.stage_programs(layer, x, routing):
+        for name, one in layer_calls.stage_programs(layer, x, routing, all_of_them=breakdown):
             if breakdown or name in GEMM_STAGES:
                 stages[name] = stage(one, work[name])
         most = int(rows.max())
