@@ -90,8 +90,8 @@ def store_kernel(case: Case, tiles: int) -> Any:
         sums = [sums_gmem.at[block, warpgroup, pl.ds(first, step)] for first in range(0, 64 * case.units, step)]
         accumulators = [plgpu.load(each, layout=layout, optimized=False) for each in sums]
         row, end, column, exponent, column_end = (tiles_gmem[block, i] for i in range(5))
-        where = (warpgroup, row, end, column + warpgroup * case.columns, exponent, column_end)
-        where = where if case.partial else where[:-1]
+        where: tuple[Any, ...] = (warpgroup, row, end, column + warpgroup * case.columns, exponent)
+        where += (column_end,) if case.partial else ()
         epilogue.store(case.spec, accumulators, out_gmem, turn_smem, where, scales_gmem)
 
     words = WARPGROUPS * epilogue_bytes(case.units, case.activation is not None) // 4
