@@ -4,11 +4,12 @@ All threads of all blocks are lanes of one array `[warps, 32]` a register. Warps
 it together, those that are furthest behind first; a warp's 32 lanes must agree on every branch.
 
 What it knows of PTX: the arithmetic of `ptx_arithmetic`, loads of inputs and stores of outputs in words of 32 bits and
-vectors of them, stores of bytes, barriers of a block or of some of its warps, one array of words in shared memory, and
-what a warp does together (redux, vote, shfl, stmatrix). Anything else raises `NotImplementedError`. What a GPU would
-let pass raises `AssertionError`: an access out of bounds or misaligned, a load of an output, a second store to one
-byte, a shared word that is read before it is written, or that a lane writes after another wrote it or another warp read
-it, with no barrier between. What a lane reads of a shared word that another wrote, with no barrier since, is `GARBAGE`.
+vectors of them, loads of 64 bits, stores of bytes, barriers of a block or of some of its warps, one array of words in
+shared memory, and what a warp does together (redux, vote, shfl, stmatrix). Anything else raises `NotImplementedError`.
+What a GPU would let pass raises `AssertionError`: an access out of bounds or misaligned, a load of an output, a second
+store to one byte, a shared word that is read before it is written, or that a lane writes after another wrote it or
+another warp read it, with no barrier between. What a lane reads of a shared word that another wrote, with no barrier
+since, is `GARBAGE`.
 """
 
 import re
@@ -24,7 +25,7 @@ from ptx_shared_memory import SharedMemory
 MOST_STEPS = 200_000  # of a kernel that ends
 _ARRAY = 36  # bits of an address within an array; those above them are the array's number
 _TABLE = 1024  # the address of shared memory
-_WORDS = r"(?:\.v([24]))?\.[bf]32"
+_LOAD, _WORDS = r"ld(?:\.global(?:\.nc)?(?:\.L1::\w+)?)?", r"(?:\.v([24]))?\.[bf]32"
 _BARRIERS, _NO_BARRIER = 16, -1  # of a block, and none of them
 
 
@@ -143,6 +144,10 @@ class _Grid:
         old = self.registers.get(name, np.zeros((), value.dtype))
         self.registers[name] = value if on.all() else np.where(on, value, old)
 
+    def _set_words(self, names: str | list[str], words: Sequence[Lanes], on: Lanes) -> None:
+        for name, word in zip([names] if isinstance(names, str) else names, words, strict=True):
+            self._set(name, word, on)
+
     def _execute(self, step: Instruction) -> None:
         on, opcode, parts = self._lanes(step), step.opcode, step.opcode.split(".")
         base, kind = ".".join(parts[:-1]), parts[-1]
@@ -150,21 +155,27 @@ class _Grid:
         if opcode == "mov.b32" and isinstance(arguments[1], list):
             low, high = (self._value(name, 16) for name in arguments[1])
             self._set(arguments[0], low | high << np.uint64(16), on)
+        elif opcode == "mov.b64" and isinstance(arguments[0], list):
+            value = self._value(arguments[1])
+            self._set_words(arguments[0], [value, value >> np.uint64(32)], on)
         elif opcode in OF_ONE_TYPE or (base in COMPUTED and re.fullmatch(r"[usb](16|32|64)|pred", kind)):
             self._compute(OF_ONE_TYPE.get(opcode) or COMPUTED[base], base, kind, arguments, on)
         elif opcode == "ld.param::entry.b64":
             self._set(arguments[0], np.uint64((self.arrays[arguments[1][1:-1]] + 1) << _ARRAY), on, 64)
         elif opcode == "st.global.u8":
             self._store_byte(arguments, on)
-        elif vector := re.fullmatch(rf"(ld(?:\.global(?:\.nc)?(?:\.L1::\w+)?)?|st\.global){_WORDS}", opcode):
-            self._reach(vector[1] == "st.global", int(vector[2] or 1), arguments, on)
+        elif vector := re.fullmatch(rf"st\.global{_WORDS}", opcode):
+            self._store(int(vector[1] or 1), arguments, on)
+        elif vector := re.fullmatch(_LOAD + _WORDS, opcode):
+            self._set_words(arguments[0], self._load(arguments[1], int(vector[1] or 1), on), on)
+        elif re.fullmatch(rf"{_LOAD}\.b64", opcode):
+            low, high = self._load(arguments[1], 2, on)
+            self._set(arguments[0], low | high << np.uint64(32), on, 64)
         elif re.fullmatch(r"st\.shared\.[bf]32", opcode):
             self.shared.store(self._address(arguments[0]), self._value(arguments[1], 32), on)
         elif vector := re.fullmatch(rf"ld\.shared{_WORDS}", opcode):
-            width = int(vector[1] or 1)
-            loaded = self.shared.load(self._address(arguments[1]), width, on)
-            for name, value in zip(arguments[0] if width > 1 else arguments[:1], loaded, strict=True):
-                self._set(name, value, on)
+            loaded = self.shared.load(self._address(arguments[1]), int(vector[1] or 1), on)
+            self._set_words(arguments[0], [*loaded], on)
         elif parts[1:2] == ["sync"] or opcode == "bar.warp.sync":
             assert step.guard is None, "a part of a warp does what is for all of it"
             self._together(opcode, arguments, on)
@@ -185,20 +196,23 @@ class _Grid:
         base, _, offset = name[1:-1].partition("+")
         return self._value(base).astype(np.int64) + int(offset or 0)
 
-    def _reach(self, stores: bool, width: int, arguments: list[Any], on: Lanes) -> None:
-        """Loads of inputs, or stores to outputs, of so many neighbouring words."""
-        place, names = arguments if stores else arguments[::-1]
-        first = self._place(stores, place, 4 * width, on) // 4
+    def _load(self, place: str, width: int, on: Lanes) -> list[Lanes]:
+        """So many neighbouring words of an input."""
+        first = self._place(False, place, 4 * width, on) // 4
+        loaded = np.zeros((width, *self.shape), np.uint64)
+        for i in range(width):
+            loaded[i][on] = self.memory[first + i]
+        return [*loaded]
+
+    def _store(self, width: int, arguments: list[Any], on: Lanes) -> None:
+        """So many neighbouring words of an output."""
+        place, names = arguments
+        first = self._place(True, place, 4 * width, on) // 4
         for i, name in enumerate(names if width > 1 else [names]):
             word = first + i
-            if stores:
-                self.memory[word] = self._value(name, 32)[on]
-                np.add.at(self.stores, word, 1)
-                assert (self.stores[word] == 1).all(), "a word is stored twice"
-            else:
-                loaded = np.zeros(self.shape, np.uint64)
-                loaded[on] = self.memory[word]
-                self._set(name, loaded, on)
+            self.memory[word] = self._value(name, 32)[on]
+            np.add.at(self.stores, word, 1)
+            assert (self.stores[word] == 1).all(), "a word is stored twice"
 
     def _store_byte(self, arguments: list[Any], on: Lanes) -> None:
         byte = self._place(True, arguments[0], 1, on)

@@ -131,7 +131,7 @@ def test_what_a_gpu_would_let_pass_is_found(body: str, message: str, monkeypatch
         "add.f32 %r2, %r2, %r2;",
         "cvt.s64.s32 %rd6, %r2;",
         "atom.global.add.u32 %r2, [%rd4], 1;",
-        "ld.global.b64 %rd6, [%rd3];",
+        "ld.global.b16 %rs1, [%rd3];",
         "shl.b64 %rd6, %rd1, 32;",
         "redux.sync.add.u32 %r2, %r2, 0x0000ffff;",
         "redux.sync.add.s32 %r2, %r2, 0xffffffff;",
@@ -174,6 +174,8 @@ def test_what_is_not_known_is_refused(instruction: str) -> None:
         ("mov.b16 %rs1, 3; mov.b16 %rs2, 5; mov.b32 %r2, {%rs1, %rs2};", 0x0005_0003),
         ("not.b32 %r2, 5;", -6),
         ("setp.lt.s32 %p2, -1, 1; setp.lt.u32 %p3, -1, 1; xor.pred %p2, %p2, %p3; selp.b32 %r2, 3, 4, %p2;", 3),
+        ("ld.b64 %rd6, [%rd1+8]; mov.b64 {%r6, %r7}, %rd6; sub.s32 %r2, %r7, %r6;", 1),
+        ("ld.b64 %rd6, [%rd1+8]; mov.b64 {%r2, %r7}, %rd6;", 102),
         ("{ .reg .b32 word<2>; mov.b32 word1, 6; mov.b32 %r2, word1; }", 6),
     ],
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from compiled_mosaic import ARCHITECTURES, TARGET_VARIABLE, Target
+from compiled_mosaic import ARCHITECTURES, Target, compiled_for
 from jax.experimental import topologies
 
 jax.config.update("jax_platforms", "cpu")
@@ -73,8 +73,8 @@ def hopper(gpus: Callable[[str, int], list[jax.Device]]) -> jax.sharding.Mesh:
 
 @pytest.fixture(scope="session")
 def target(gpus: Callable[[str, int], list[jax.Device]]) -> Target:
-    """What Mosaic compiles for in this process, which can be one architecture only: Hopper if nothing else is asked."""
-    kind = os.environ.get(TARGET_VARIABLE, "hopper")
+    """What Mosaic compiles for in this process, which can be one architecture only."""
+    kind = compiled_for()
     return Target(ARCHITECTURES[kind], jax.sharding.Mesh(gpus(kind, 1), ("device",)))
 
 

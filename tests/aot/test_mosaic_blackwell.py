@@ -13,6 +13,7 @@ FILES = (
     "test_mosaic_moves.py",
     "test_mosaic_orders.py",
     "test_order_ptx.py",
+    "test_store_ptx.py",
     "blackwell_matmul.py",
 )
 
