@@ -180,9 +180,10 @@ def time_cases(
     jobs: int,
     lock: Any,
 ) -> list[dict[str, Any]]:
-    """A record for each of the best tunings and for the first, the winner first; their results are checked.
+    """A record for each of the best tunings and for the first, the winner first.
 
-    The cases differ in the distribution of their rows; `w` is `experts` as the kernel lays them out.
+    The cases differ in the distribution of their rows; `w` is `experts` as the kernel lays them out. Of each result the
+    busiest expert's rows are checked.
     """
     first = cases[0]
     x = quantized_rows(first, make_rows(first))

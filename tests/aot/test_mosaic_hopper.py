@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import Activation, KernelWeights, Situ, SwiGLU, TokenScaledArray
 from pallas_kernels.grouped_matmul import tuned
-from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, Tuning
+from pallas_kernels.grouped_matmul.config import SHARED_MEMORY, Tuning, subtiles
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_COLUMNS, UNIT_ROWS, WORD_ROWS, Mma
 from pallas_kernels.grouped_matmul.mosaic_hopper import grouped_matmul
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import WrittenFormat
@@ -95,6 +95,10 @@ def test_the_program_is_the_one_we_think_it_is(
     tuning = tuned.choose(case.rows, GROUPS, n, k, case.mma, case.activation is not None).tuning
     assert sorted(map(widths_of, kernels)) == sorted(launch.widths for launch in tuning.launches)
     for ptx in kernels:
+        (launch,) = (each for each in tuning.launches if widths_of(ptx) == each.widths)
+        # Rows come by one tensor copy of each width for every 128 bytes of a stage's columns, weights by bulk copies.
+        assert ptx.count("cp.async.bulk.tensor.2d") == len(launch.widths) * subtiles(launch.k_units, case.mma)
+        assert len(re.findall(r"cp\.async\.bulk\.shared", ptx)) == launch.row_units
         assert ".target sm_90a" in ptx
         assert PRODUCT[case.mma] in ptx
         assert "cp.async.bulk" in ptx
