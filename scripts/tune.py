@@ -6,10 +6,10 @@ Candidates are the splits of a block's rows of N over warpgroups, stage depths a
 `--together` calls of several launches, which share the groups out by what a tile at each of their widths was measured
 to cost. All are timed as `k3jax bench` times, a few times on every distribution of the rows, the best of them then more
 often, in turn. The winner has the least sum over the distributions, or one that is within 1 % of it and the faster on
-its slowest distribution. The JSON is a list of objects with `op, recipe, groups, rows, n, k, mma, gated, tuning, us`
-(by distribution), `heuristic, device, jax, date`, the winner of a case first. `--winners FILE` puts the winner of each
-case into a file such as `pallas_kernels/grouped_matmul/tunings.json`. Several searches may share a GPU: each times
-while it holds `--lock FILE`.
+its slowest distribution; it is one that takes at most a quarter more on that than on its fastest, if any does. The JSON
+is a list of objects with `op, recipe, groups, rows, n, k, mma, gated, tuning, us` (by distribution), `heuristic,
+device, jax, date`, the winner of a case first. `--winners FILE` puts the winner of each case into a file such as
+`pallas_kernels/grouped_matmul/tunings.json`. Several searches may share a GPU: each times while it holds `--lock FILE`.
 """
 
 import concurrent.futures
@@ -60,6 +60,7 @@ _MOST_STAGES = 10
 _FINALISTS = 3
 _PROMISING = 14  # calls of several launches that are compiled
 _AS_GOOD = 1.01
+_SKEWED = 1.25  # of the time on another distribution
 _ROUGHLY = 4  # times that each of many is timed
 _LAUNCH_US = 12  # that a launch more takes: its first copies, and its last wave of tiles
 Launch = tuple[tuple[int, ...], int, int, int]  # widths, warpgroups, units of each, units of K in a stage
@@ -212,10 +213,15 @@ def time_cases(
 
 
 def ranked(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The winner first: of those as good as the fastest, the one whose slowest distribution is the fastest."""
+    """The winner first: of those as good as the fastest, the one whose slowest distribution is the fastest.
+
+    Only those count that take at most a quarter more on any distribution than on another, where there are any.
+    """
     total = {id(record): sum(record["us"].values()) for record in records}
     fastest_first = sorted(records, key=lambda record: total[id(record)])
-    as_good = [record for record in fastest_first if total[id(record)] <= _AS_GOOD * total[id(fastest_first[0])]]
+    steady = [record for record in fastest_first if max(record["us"].values()) <= _SKEWED * min(record["us"].values())]
+    eligible = steady or fastest_first
+    as_good = [record for record in eligible if total[id(record)] <= _AS_GOOD * total[id(eligible[0])]]
     winner = min(as_good, key=lambda record: max(record["us"].values()))
     return [winner, *(record for record in fastest_first if record is not winner)]
 

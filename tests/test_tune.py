@@ -100,11 +100,18 @@ def test_explain_says_with_which_tuning_and_where_it_is_from() -> None:
 
 
 def test_the_winner_is_as_fast_as_any_and_the_least_slowed_down_by_skew(script: dict[str, Any]) -> None:
-    times = ({"uniform": 300, "hot": 400}, {"uniform": 290, "hot": 405}, {"uniform": 320, "hot": 380})
+    times = ({"uniform": 320, "hot": 400}, {"uniform": 310, "hot": 387}, {"uniform": 326, "hot": 377})
     records = [{"us": us} for us in times]
-    assert [record["us"]["uniform"] for record in script["ranked"](records)] == [320, 290, 300]
+    assert [record["us"]["uniform"] for record in script["ranked"](records)] == [326, 310, 320]
     slower = {"us": {"uniform": 340, "hot": 370}}
-    assert script["ranked"]([*records, slower])[-1] is slower
+    assert script["ranked"]([*records, slower])[-2:] == [slower, records[0]]
+
+
+def test_a_winner_loses_a_quarter_to_skew_at_most_where_one_does(script: dict[str, Any]) -> None:
+    fast, steady = {"us": {"uniform": 300, "hot": 376}}, {"us": {"uniform": 360, "hot": 372}}
+    assert script["ranked"]([fast, steady]) == [steady, fast]
+    worse = {"us": {"uniform": 300, "hot": 400}}
+    assert script["ranked"]([worse, fast]) == [fast, worse]
 
 
 def test_winners_replace_those_for_the_same_sizes(script: dict[str, Any], tmp_path: Path) -> None:
