@@ -32,7 +32,7 @@ from rich.console import Console
 
 from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows, relative_error
 from k3jax.bench.cases import GEMMS, Case
-from k3jax.bench.run import ERROR_LIMITS
+from k3jax.bench.results import ERROR_LIMITS
 from k3jax.bench.timing import device_times
 from pallas_kernels import MXFP4Array
 from pallas_kernels.grouped_matmul import tuned

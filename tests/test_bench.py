@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from k3jax.bench import calls, peers, run, timing
+from k3jax.bench import calls, peers, results, run, timing
 from k3jax.bench.cases import DISTRIBUTIONS, GROUPS, Case, group_sizes
 from k3jax.bench.timing import Activity, Stopwatch, call_times
 from k3jax.cli import app
@@ -60,10 +60,10 @@ def test_the_floor_at_the_models_sizes() -> None:
     w13, w2 = (Case(op, "w4a16", 16384) for op in ("w13", "w2"))
     assert w13.weight_bytes == 112 * 6144 * 3584 * 17 / 32
     assert w2.weight_bytes == 112 * 3584 * 3072 * 17 / 32
-    assert run.roof_us(w13, CEILINGS) == pytest.approx(970, rel=1e-3)
-    assert run.roof_us(w2, CEILINGS) == pytest.approx(485, rel=1e-3)
-    assert run.roof_us(Case("w13", "w4a8_fp8", 16384), CEILINGS) == pytest.approx(499, rel=1e-3)
-    assert run.roof_us(Case("w13", "w4a16", 128), CEILINGS) == pytest.approx(300, rel=2e-3)
+    assert results.roof_us(w13, CEILINGS) == pytest.approx(970, rel=1e-3)
+    assert results.roof_us(w2, CEILINGS) == pytest.approx(485, rel=1e-3)
+    assert results.roof_us(Case("w13", "w4a8_fp8", 16384), CEILINGS) == pytest.approx(499, rel=1e-3)
+    assert results.roof_us(Case("w13", "w4a16", 128), CEILINGS) == pytest.approx(300, rel=2e-3)
     few = Case("w13", "w4a16", 2, distribution="uniform")
     assert few.weight_bytes == w13.weight_bytes / 56, "experts without rows are not read"
     assert few.bytes == few.weight_bytes + 2 * (3584 + 3072) * 2
@@ -74,7 +74,7 @@ def test_the_floor_at_the_models_sizes() -> None:
     gather, combine = (Case(op, "bf16", 160) for op in ("gather", "combine"))
     assert gather.bytes == 2 * 3584 * (10 + 160) + 4 * 160
     assert combine.bytes == 160 * (2 * 3584 + 8) + 4 * 10 * 3584
-    assert run.roof_us(situ, CEILINGS) == situ.bytes / 3.26e6
+    assert results.roof_us(situ, CEILINGS) == situ.bytes / 3.26e6
 
 
 def test_calls_are_what_runs_between_two_flushes() -> None:
@@ -206,7 +206,7 @@ def test_the_check_sees_an_error(recipe: str) -> None:
     x = calls.quantized_rows(case, calls.make_rows(case))
     y = calls.product_call(case, x, calls.expert_weights(experts, case, "xla"), implementation="xla")()
     assert y.shape == (40, 96)
-    assert calls.relative_error(case, x, experts, y) < run.ERROR_LIMITS[recipe]
+    assert calls.relative_error(case, x, experts, y) < results.ERROR_LIMITS[recipe]
     assert calls.relative_error(case, x, experts, y[::-1]) > 0.5
 
 
@@ -218,7 +218,7 @@ def test_distributions_share_a_program_but_not_their_rows() -> None:
     programs = [calls.product_call(case, x, w, implementation="xla") for case in (hot, even)]
     assert programs[0].executable is programs[1].executable
     for case, program in zip((hot, even), programs, strict=True):
-        assert calls.relative_error(case, x, experts, program()) < run.ERROR_LIMITS["w4a16"]
+        assert calls.relative_error(case, x, experts, program()) < results.ERROR_LIMITS["w4a16"]
     other = calls.product_call(hot, x, w, implementation="xla", out_format="f32")
     assert other().dtype == jnp.float32
 

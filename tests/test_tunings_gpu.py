@@ -10,7 +10,7 @@ import pytest
 
 from k3jax.bench.calls import KIMI, make_experts, make_rows, quantized_rows
 from k3jax.bench.cases import Case
-from k3jax.bench.run import ERROR_LIMITS
+from k3jax.bench.results import ERROR_LIMITS
 from pallas_kernels import grouped_matmul
 from pallas_kernels.grouped_matmul import tuned
 from pallas_kernels.grouped_matmul.kernel_layout import RECIPES, to_kernel_layout

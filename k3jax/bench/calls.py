@@ -69,7 +69,7 @@ def expert_weights(experts: MXFP4Array, case: Case, implementation: str | None) 
     """The experts as `implementation` takes them for the case's recipe."""
     if case.recipe == "bf16":
         return plain_experts(experts)
-    return lay_out(experts, recipe=case.recipe, gated=case.op == "w13", implementation=implementation)
+    return lay_out(experts, recipe=case.recipe, gated=case.gated, implementation=implementation)
 
 
 def quantized_rows(case: Case, rows: Array) -> Any:
@@ -88,7 +88,7 @@ def product_call(
     key = dataclasses.replace(case, distribution=None), implementation, out_format, quantize
     quantizer = RECIPES[case.recipe].quantize if quantize else None
     sizes = jnp.asarray(case.group_sizes)
-    activation = KIMI if case.op == "w13" else None
+    activation = KIMI if case.gated else None
 
     def product(x: Any, w: Any, sizes: Array) -> Any:
         rows = x if quantizer is None else quantizer(x)
@@ -136,7 +136,7 @@ def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:
     busiest = int(np.argmax(sizes))
     start = int(sizes[:busiest].sum())
     count = min(int(sizes[busiest]), _CHECKED_ROWS)
-    return float(_relative_error(x, experts, y, busiest, start, count=count, gated=case.op == "w13"))
+    return float(_relative_error(x, experts, y, busiest, start, count=count, gated=case.gated))
 
 
 # Compiled once for all cases of one shape.

@@ -49,6 +49,11 @@ class Case:
         return self.rows // self.picks
 
     @property
+    def gated(self) -> bool:
+        """Whether gate and up are multiplied, and SiTU follows."""
+        return self.op == "w13"
+
+    @property
     def depth(self) -> int:
         """K of a product; the length of a row of the other ops' input."""
         return {"w2": self.width, "situ": 2 * self.width}.get(self.op, self.hidden)
@@ -56,7 +61,7 @@ class Case:
     @property
     def columns(self) -> int:
         """N of a product, gate and up counted."""
-        return 2 * self.width if self.op == "w13" else self.hidden
+        return 2 * self.width if self.gated else self.hidden
 
     @property
     def group_sizes(self) -> np.ndarray:
@@ -66,6 +71,11 @@ class Case:
         return group_sizes(self.rows, self.groups, self.distribution, self.seed)
 
     @property
+    def experts_hit(self) -> int | None:
+        """How many have rows; None for the ops without experts."""
+        return int(np.count_nonzero(self.group_sizes)) if self.op in GEMMS else None
+
+    @property
     def flop(self) -> float:
         """Operations of the product; nothing for the ops that only move numbers."""
         return 2.0 * self.rows * self.columns * self.depth if self.op in GEMMS else 0.0
@@ -73,9 +83,7 @@ class Case:
     @property
     def weight_bytes(self) -> float:
         """Bytes of the experts that have rows."""
-        if self.op not in GEMMS:
-            return 0.0
-        return np.count_nonzero(self.group_sizes) * self.columns * self.depth * WEIGHT_BYTES[self.recipe]
+        return (self.experts_hit or 0) * self.columns * self.depth * WEIGHT_BYTES[self.recipe]
 
     @property
     def bytes(self) -> float:
@@ -90,7 +98,7 @@ class Case:
             return gather_bytes(self.tokens, self.rows, 2.0 * self.hidden)
         if self.op == "combine":
             return combine_bytes(self.tokens, self.rows, self.hidden)
-        result = self.width if self.op == "w13" else self.hidden
+        result = self.width if self.gated else self.hidden
         return self.weight_bytes + self.rows * (quantised_row_bytes(self.recipe, self.depth) + 2.0 * result)
 
 

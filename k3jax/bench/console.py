@@ -6,10 +6,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.cases import Case
 from k3jax.bench.layer_console import layer_tables
 from k3jax.bench.layer_run import LayerResult
-from k3jax.bench.run import ERROR_LIMITS, Result, Run
+from k3jax.bench.results import ERROR_LIMITS, Result
+from k3jax.bench.run import Run
 from k3jax.bench.tables import short, table, us
 
 _UNITS = {"read": "TB/s", "copy": "TB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
@@ -94,10 +95,10 @@ def _beside_cell(theirs: float | None, ours: float | None = None) -> str:
 def _title(op: str, results: list[Result]) -> str:
     case = results[0].case
     names = ", ".join(dict.fromkeys(result.implementation for result in results))
-    if op in GEMMS:
-        situ = " + SiTU" if op == "w13" else ""
-        return f"{op}{situ}, {names}: {case.groups} experts, [rows, {case.depth}] x [{case.columns}, {case.depth}]"
-    return f"{op}, {names}: [rows, {case.depth}]"
+    if not case.flop:
+        return f"{op}, {names}: [rows, {case.depth}]"
+    situ = " + SiTU" if case.gated else ""
+    return f"{op}{situ}, {names}: {case.groups} experts, [rows, {case.depth}] x [{case.columns}, {case.depth}]"
 
 
 def _label(case: Case) -> str:
