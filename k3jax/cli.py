@@ -213,9 +213,16 @@ def convert(
 @app.command()
 def bench(
     op: Annotated[
-        str, typer.Option(metavar="OP,...", help="Of w13, w2, situ, quantize, schedule, gather, combine, layer; or ep.")
+        str,
+        typer.Option(
+            metavar="OP,...",
+            help="Of w13, w2, situ, quantize, schedule, gather, combine; the dense products latent_down, latent_up, "
+            "shared_gate_up, shared_down, mlp_gate_up, mlp_down; layer; or ep.",
+        ),
     ] = "w13,w2",
-    rows: Annotated[str, typer.Option(metavar="S,...", help="Routed rows.")] = "128,2048,16384,65536",
+    rows: Annotated[
+        str, typer.Option(metavar="S,...", help="Routed rows; tokens of a dense product.")
+    ] = "128,2048,16384,65536",
     tokens: Annotated[
         str, typer.Option(metavar="T,...", help="Tokens of op layer; of op ep on each rank.")
     ] = "1,8,64,256,1024,8192",
@@ -228,19 +235,23 @@ def bench(
         str, typer.Option(metavar="D,...", help="Rows over experts: uniform, zipf (1/rank), hot (half on one).")
     ] = "uniform",
     recipe: Annotated[
-        str | None, typer.Option(metavar="R,...", help="Of bf16, w4a16, w4a8, w4a8_fp8. Default: the w4 ones.")
+        str | None,
+        typer.Option(
+            metavar="R,...", help="Of bf16, w4a16, w4a8, w4a8_fp8. Default: the w4 ones, of dense products bf16."
+        ),
     ] = None,
     implementation: Annotated[str | None, typer.Option(help="Default: the fastest that runs here.")] = None,
-    xla: Annotated[bool, typer.Option(help="Time the xla implementation beside another.")] = True,
+    xla: Annotated[bool, typer.Option(help="Time the xla implementation, and jnp.dot, beside.")] = True,
     peers: Annotated[bool, typer.Option("--peers", help="Time Humming and tokamax on the same sizes.")] = False,
     peer_python: Annotated[
         Path | None, typer.Option(metavar="PYTHON", help="One with torch and humming. Default: this one.")
     ] = None,
     hidden: Annotated[int, typer.Option(help="Length of an expert's input and output row.")] = 3584,
     width: Annotated[int, typer.Option(help="Width of an expert.")] = 3072,
-    model: Annotated[int, typer.Option(help="Length of a token, of ops layer and ep.")] = 7168,
+    model: Annotated[int, typer.Option(help="Length of a token: dense products, layer, ep.")] = 7168,
     picks: Annotated[int, typer.Option(help="Experts of a token: schedule, gather, combine, layer, ep.")] = 16,
-    shared: Annotated[int, typer.Option(min=0, help="Shared experts, of ops layer and ep.")] = 2,
+    shared: Annotated[int, typer.Option(min=0, help="Shared experts: dense products, layer, ep.")] = 2,
+    intermediate: Annotated[int, typer.Option(help="Width of the MLP of a layer without experts.")] = 33792,
     repeats: Annotated[int, typer.Option(help="Timed calls of each row of the table.")] = 30,
     timer: Annotated[
         Literal["device", "wall"] | None,
@@ -249,7 +260,7 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Of the random operands and of which experts are busy.")] = 0,
     json: JsonOption = None,
 ) -> None:
-    """Time the experts' products, SiTU, the quantisers or the layer at Kimi K3's sizes, beside the device's limits.
+    """Time products of experts and dense ones, SiTU, quantisers or the layer at Kimi K3's sizes, beside device limits.
 
     Op ep is the layer over several devices: what they exchange, and one device beside it.
     """
@@ -281,6 +292,7 @@ def bench(
             model=model,
             picks=picks,
             shared=shared,
+            intermediate=intermediate,
             breakdown=breakdown,
         )
         if mesh or "ep" in request.ops:

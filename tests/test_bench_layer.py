@@ -147,7 +147,7 @@ def test_a_peer_that_is_not_there_is_named() -> None:
         (("--picks", "9", "--groups", "8"), "picks=9 of a token exceed groups=8"),
         (("--tokens", "0"), "tokens=0 must be at least 1"),
         (("--model", "0"), "model=0 must be at least 1"),
-        (("--distribution", "zipf"), "op layer spreads picks evenly"),
+        (("--distribution", "zipf"), "--distribution is for w13 and w2, not for layer"),
         (("--implementation", "mosaic"), "it is written for compute capability 9.0 or 10.0"),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, BFloat16
 
 from k3jax.bench.cases import GROUPS, Case
+from k3jax.bench.dense_cases import DenseCase
 from k3jax.compiling import compiler_options
 from k3jax.experts import RECIPES, Weights
 from pallas_kernels import (
@@ -30,7 +31,7 @@ from pallas_kernels.rounding import to_bfloat16
 from pallas_kernels.situ import apply_activation
 
 KIMI = Situ(4.0, 25.0)
-_CHECKED_ROWS = 128
+CHECKED_ROWS = 128
 _programs: dict[Any, tuple[Callable[..., Any], float]] = {}  # of products: what was compiled, and how long it took
 
 
@@ -53,7 +54,7 @@ def compiled(function: Callable[..., Any], *operands: Any) -> Program:
     return Program(executable, operands, time.perf_counter() - start)
 
 
-def make_rows(case: Case) -> BFloat16[Array, "rows depth"]:
+def make_rows(case: Case | DenseCase) -> BFloat16[Array, "rows depth"]:
     """Unit-normal rows."""
     return _normal(jax.random.key(case.seed + case.rows), (case.rows, case.depth))
 
@@ -135,7 +136,7 @@ def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:
     sizes = case.group_sizes
     busiest = int(np.argmax(sizes))
     start = int(sizes[:busiest].sum())
-    count = min(int(sizes[busiest]), _CHECKED_ROWS)
+    count = min(int(sizes[busiest]), CHECKED_ROWS)
     return float(_relative_error(x, experts, y, busiest, start, count=count, gated=case.gated))
 
 
@@ -145,6 +146,12 @@ def relative_error(case: Case, x: Any, experts: MXFP4Array, y: Array) -> float:
 @functools.partial(jax.jit, static_argnames=("shape",))
 def _normal(key: Array, shape: tuple[int, ...]) -> Array:
     return jax.random.normal(key, shape).astype(jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames=("shape",))
+def normal_weight(key: Array, shape: tuple[int, ...]) -> Array:
+    """bfloat16 normal values of variance 1 / `shape[-1]`."""
+    return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(jnp.bfloat16)
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "depth"))
@@ -172,6 +179,11 @@ def _relative_error(x: Any, experts: MXFP4Array, y: Array, g: Array, start: Arra
 
     rows = jax.tree.map(part, x)
     exact = rows.astype(jnp.float32) if isinstance(rows, jax.Array) else rows.dequantize(jnp.float32)
-    product = to_bfloat16(jnp.matmul(exact, experts[g].dequantize(jnp.float32).T, precision="highest"))
+    return product_error(exact, experts[g].dequantize(jnp.float32), part(y), gated)
+
+
+def product_error(x: Array, w: Array, y: Array, gated: bool) -> Array:
+    """Relative L2 of `y` against the product of float32 `x` and `w` rounded to bfloat16, with `gated` SiTU of it."""
+    product = to_bfloat16(jnp.matmul(x, w.T, precision="highest"))
     expected = (apply_activation(KIMI, product) if gated else product).astype(jnp.float32)
-    return jnp.linalg.norm(part(y).astype(jnp.float32) - expected) / jnp.linalg.norm(expected)
+    return jnp.linalg.norm(y.astype(jnp.float32) - expected) / jnp.linalg.norm(expected)

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from k3jax.bench.cases import Case
+from k3jax.bench.dense_cases import DenseCase
 from k3jax.bench.layer_console import layer_tables
 from k3jax.bench.layer_run import LayerResult
 from k3jax.bench.results import ERROR_LIMITS, Result
@@ -63,13 +64,14 @@ def _figures(op: str, results: list[Result]) -> Table:
 def _beside(op: str, results: list[Result]) -> Table:
     """Compilation, variants and peers, a peer's with ours over it; of the latter only columns that hold something."""
     made = table(f"{op}, beside it: us, and ours / theirs", "rows")
-    headings = ("compile s", "from bf16", "fp8 out", "Humming", "e4m3 in", "tokamax")
+    headings = ("compile s", "jnp.dot", "from bf16", "fp8 out", "Humming", "e4m3 in", "tokamax")
     columns: dict[str, list[str]] = {heading: [] for heading in headings}
     for result in results:
         ours = result.timing.us
         whole = result.from_bf16_us or ours  # Humming's from bfloat16 rows includes their quantisation
         cells = (
             short(result.compile_s),
+            _beside_cell(result.dot_us, ours),
             _beside_cell(result.from_bf16_us),
             _beside_cell(result.quantized_out_us),
             _beside_cell(result.peers.get("humming_us"), whole),
@@ -98,10 +100,11 @@ def _title(op: str, results: list[Result]) -> str:
     if not case.flop:
         return f"{op}, {names}: [rows, {case.depth}]"
     situ = " + SiTU" if case.gated else ""
-    return f"{op}{situ}, {names}: {case.groups} experts, [rows, {case.depth}] x [{case.columns}, {case.depth}]"
+    experts = f"{case.groups} experts, " if case.groups else ""
+    return f"{op}{situ}, {names}: {experts}[rows, {case.depth}] x [{case.columns}, {case.depth}]"
 
 
-def _label(case: Case) -> str:
+def _label(case: Case | DenseCase) -> str:
     return " ".join(filter(None, (f"{case.rows:>6}", case.distribution, case.recipe)))
 
 

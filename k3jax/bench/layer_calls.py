@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, BFloat16, Int
 
-from k3jax.bench.calls import KIMI, Program, compiled, make_experts, plain_experts
+from k3jax.bench.calls import KIMI, Program, compiled, make_experts, normal_weight, plain_experts
 from k3jax.bench.cases import Case, even_picks
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.config import K3Config
@@ -47,14 +47,14 @@ def make_weights(case: LayerCase) -> tuple[K3Config, MoEArrays]:
     keys = iter(jax.random.split(jax.random.key(case.seed), 5))
     shared: dict[str, Array] = {}
     if case.shared:
-        shared["shared_gate_up"] = _weight(next(keys), (2, case.shared_width, case.model))
-        shared["shared_down"] = _weight(next(keys), (case.model, case.shared_width))
+        shared["shared_gate_up"] = normal_weight(next(keys), (2, case.shared_width, case.model))
+        shared["shared_down"] = normal_weight(next(keys), (case.model, case.shared_width))
     arrays = MoEArrays(
-        router_weight=_weight(next(keys), (case.groups, case.model)),
+        router_weight=normal_weight(next(keys), (case.groups, case.model)),
         router_bias=jnp.zeros(case.groups),
-        latent_down=_weight(next(keys), (case.hidden, case.model)),
+        latent_down=normal_weight(next(keys), (case.hidden, case.model)),
         latent_norm=jnp.ones(case.hidden, jnp.bfloat16),
-        latent_up=_weight(next(keys), (case.model, case.hidden)),
+        latent_up=normal_weight(next(keys), (case.model, case.hidden)),
         **shared,
         **_experts(case),
     )
@@ -156,11 +156,6 @@ def _experts(case: LayerCase) -> dict[str, Any]:
         return leaf.reshape(case.groups, 2, case.width, -1)
 
     return {"w13": jax.tree.map(gate_and_up, arrays["w13"]), "w2": arrays["w2"]}
-
-
-@functools.partial(jax.jit, static_argnames=("shape",))
-def _weight(key: Array, shape: tuple[int, ...]) -> Array:
-    return (jax.random.normal(key, shape) * shape[-1] ** -0.5).astype(jnp.bfloat16)
 
 
 @jax.jit

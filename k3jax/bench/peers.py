@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from k3jax.bench import calls
 from k3jax.bench.cases import GEMMS, Case
+from k3jax.bench.dense_cases import DenseCase
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.bench.timing import Stopwatch
 
@@ -35,7 +36,7 @@ class Peers:
     `notes` say what could not be timed, and why.
     """
 
-    def __init__(self, cases: tuple[Case | LayerCase, ...]) -> None:
+    def __init__(self, cases: Sequence[Case | DenseCase | LayerCase]) -> None:
         self.products = tuple(case for case in cases if isinstance(case, Case) and case.op in GEMMS)
         self.layers = tuple(case for case in cases if isinstance(case, LayerCase))
         self.notes: list[str] = []
@@ -43,7 +44,7 @@ class Peers:
         self._humming_routed: list[dict[str, Any]] = []
         self._tokamax: dict[tuple[str, int, str | None], float | None] = {}
 
-    def figures(self, case: Case) -> dict[str, float | None]:
+    def figures(self, case: Case | DenseCase) -> dict[str, float | None]:
         """Microseconds beside a case: None for what was not timed.
 
         Humming's bare product, by CUDA events and from its first kernel to its last one's end, of bfloat16 rows and

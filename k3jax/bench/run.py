@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
-from k3jax.bench import layer_run, routed_run
+from k3jax.bench import dense_run, layer_run, routed_run
 from k3jax.bench.cases import DISTRIBUTIONS, GEMMS, GROUPS, HIDDEN, OPS, PICKS, RATES, RECIPES, ROWS, WIDTH, Case
+from k3jax.bench.dense_cases import DENSE_OPS, INTERMEDIATE, DenseCase
 from k3jax.bench.layer_cases import MODEL, SHARED, TOKENS, LayerCase
 from k3jax.bench.layer_run import LayerResult
 from k3jax.bench.peers import Peers
@@ -18,8 +19,10 @@ from k3jax.bench.timing import CEILINGS, Stopwatch, Timer, default_timer, measur
 
 Progress = Callable[[int, int, str], None]
 
+AnyCase = Case | DenseCase | LayerCase
+
 _OP_RECIPES: dict[str, tuple[str, ...]] = {**dict.fromkeys((*GEMMS, "layer"), RECIPES)}
-_OP_RECIPES |= {"quantize": ("w4a8", "w4a8_fp8")} | dict.fromkeys(routed_run.PLAIN, ("bf16",))
+_OP_RECIPES |= {"quantize": ("w4a8", "w4a8_fp8")} | dict.fromkeys((*routed_run.PLAIN, *DENSE_OPS), ("bf16",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,11 +32,12 @@ class Request:
     Attributes:
         recipes: None for those of each op that keep experts in MXFP4.
         implementation: None for the fastest that runs here.
-        compare_xla: whether to time the `xla` implementation beside another.
+        compare_xla: whether to time the `xla` implementation beside another, and `jnp.dot` beside dense products.
         peers: whether to time Humming, in a process of `peer_python`, and tokamax.
         picks: of a token, for "schedule", "gather", "combine" and "layer".
-        tokens, model, shared, breakdown: of op "layer" alone: its sizes, see `LayerCase`, and whether to time every
-            stage.
+        model, shared: of op "layer" and the dense products: see `LayerCase` and `DenseCase`. intermediate: of the
+            latter alone.
+        tokens, breakdown: of op "layer" alone: how many, and whether to time every stage.
     """
 
     ops: tuple[str, ...] = GEMMS
@@ -54,6 +58,7 @@ class Request:
     model: int = MODEL
     picks: int = PICKS
     shared: int = SHARED
+    intermediate: int = INTERMEDIATE
     breakdown: bool = False
 
 
@@ -73,28 +78,28 @@ class Run:
         return all(result.ok for result in self.results)
 
 
-def plan(request: Request) -> tuple[Case | LayerCase, ...]:
+def plan(request: Request) -> tuple[AnyCase, ...]:
     """The cases of a request, op by op and recipe by recipe.
 
     Raises:
         ValueError: a name is unknown, a number is too small, or no recipe fits an op.
         NotImplementedError: the named implementation cannot run an op.
     """
-    _require_names("op", request.ops, OPS)
+    _require_names("op", request.ops, (*OPS, *DENSE_OPS))
     _require_names("recipe", request.recipes or (), RECIPES)
     _require_names("distribution", request.distributions, DISTRIBUTIONS)
     _require_sizes(request)
-    if request.ops == ("layer",) and request.distributions != ("uniform",):
-        raise ValueError("op layer spreads picks evenly: --distribution is for w13 and w2")
+    if not set(GEMMS) & set(request.ops) and request.distributions != ("uniform",):
+        raise ValueError(f"--distribution is for w13 and w2, not for {', '.join(request.ops)}")
     cases = tuple(case for op in request.ops for case in _cases(request, op))
     for case in cases:
-        routed_run.choose(case, request.implementation)
+        (dense_run if isinstance(case, DenseCase) else routed_run).choose(case, request.implementation)
     return cases
 
 
 def run(
     request: Request,
-    cases: tuple[Case | LayerCase, ...],
+    cases: tuple[AnyCase, ...],
     progress: Progress = lambda done, total, what: None,
     keep: Callable[[Run], None] = lambda so_far: None,
 ) -> Run:
@@ -129,7 +134,7 @@ def as_json(run: Run) -> list[dict[str, Any]]:
     return [result.flat() | machine for result in run.results]
 
 
-def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
+def _cases(request: Request, op: str) -> Iterator[AnyCase]:
     def sizes(*names: str) -> dict[str, int]:
         return {name: getattr(request, name) for name in (*names, "hidden", "width", "seed")}
 
@@ -138,6 +143,9 @@ def _cases(request: Request, op: str) -> Iterator[Case | LayerCase]:
         if op == "layer":
             of_layer = sizes("groups", "picks", "model", "shared")
             yield from (LayerCase(recipe, tokens, **of_layer) for tokens in request.tokens)
+        elif op in DENSE_OPS:
+            of_products = sizes("model", "shared", "intermediate")
+            yield from (DenseCase(op, rows, **of_products) for rows in request.rows)
         else:
             groups = request.groups if grouped else None
             for distribution in request.distributions if grouped else (None,):
@@ -168,10 +176,11 @@ def _timed(
     asked = request.implementation
     if isinstance(cases[0], LayerCase):
         return layer_run.timed(cases, asked, request.breakdown, stopwatch, ceilings)
-    return routed_run.timed(cases, asked, request.compare_xla, stopwatch, ceilings)
+    one_kind = dense_run if isinstance(cases[0], DenseCase) else routed_run
+    return one_kind.timed(cases, asked, request.compare_xla, stopwatch, ceilings)
 
 
-def _ceilings(cases: tuple[Case | LayerCase, ...]) -> list[str]:
+def _ceilings(cases: tuple[AnyCase, ...]) -> list[str]:
     wanted: set[str] = set()
     for case in cases:
         if isinstance(case, LayerCase):
@@ -184,6 +193,9 @@ def _ceilings(cases: tuple[Case | LayerCase, ...]) -> list[str]:
 def _require_sizes(request: Request) -> None:
     numbers = {"rows": min(request.rows), "groups": request.groups, "repeats": request.repeats}
     numbers |= {"tokens": min(request.tokens), "model": request.model, "picks": request.picks}
+    numbers["intermediate"] = request.intermediate
+    if {"shared_gate_up", "shared_down"} & set(request.ops):
+        numbers["shared"] = request.shared
     for name, value in numbers.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
