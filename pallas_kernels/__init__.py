@@ -14,6 +14,7 @@ from pallas_kernels.grouped_matmul import (
 from pallas_kernels.mxfp4 import MXFP4Array, quantize_mxfp4
 from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_token, quantize_mxfp8
 from pallas_kernels.nvfp4 import dequantize_nvfp4
+from pallas_kernels.ordering import after
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
@@ -33,6 +34,7 @@ __all__ = [
     "Situ",
     "SwiGLU",
     "TokenScaledArray",
+    "after",
     "combine_rows",
     "dense_matmul",
     "dequantize_nvfp4",

@@ -30,6 +30,7 @@ _FASTEST_FIRST = {
     "schedule_rows": ("mosaic", "xla", "triton", "reference"),
     "gather_rows": ("mosaic", "triton", "xla", "reference"),
     "combine_rows": ("mosaic", "xla", "triton", "reference"),
+    "after": ("mosaic", "xla", "reference"),
 }
 
 # Which recipes the GPU kernels of grouped_matmul multiply, by the compute capabilities they are for: 100 is 10.0. The

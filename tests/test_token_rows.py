@@ -9,6 +9,7 @@ import pytest
 from numerics import assert_same_bits
 
 from pallas_kernels import (
+    after,
     combine_rows,
     explain,
     gather_rows,
@@ -106,3 +107,19 @@ def test_kernels_come_first_where_they_can(op: str, monkeypatch: pytest.MonkeyPa
     odd = jnp.zeros((2, 3), jnp.bfloat16)
     assert "moves 16 at a time" in explain(op, x=odd).others["mosaic"]
     assert "takes bfloat16" in explain(op, x=odd.astype(jnp.float32)).others["mosaic"]
+
+
+def test_without_a_kernel_what_waits_is_x_itself() -> None:
+    x = jnp.arange(24, dtype=jnp.bfloat16).reshape(3, 8)
+    assert_same_bits(jax.vmap(after)(x, jnp.full((3, 2), jnp.nan)), x)
+    assert not jax.jit(lambda x: after(x, x[0])).lower(x).as_text().count("copy")
+    with pytest.raises(NotImplementedError, match="after cannot run on implementation 'triton'"):
+        after(x, x, implementation="triton")
+
+
+def test_only_little_is_copied_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, recipe: None)
+    assert explain("after", x=jax.ShapeDtypeStruct((64, 7168), jnp.bfloat16)).chosen == "mosaic"
+    explained = explain("after", x=jax.ShapeDtypeStruct((128, 7168), jnp.bfloat16))
+    assert explained.chosen == "xla"
+    assert "more than 524288 elements" in explained.others["mosaic"]

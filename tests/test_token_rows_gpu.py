@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numerics import assert_same_bits
 
-from pallas_kernels import combine_rows, gather_rows, quantize_fp8_token, quantize_mxfp8, schedule_rows
+from pallas_kernels import after, combine_rows, gather_rows, quantize_fp8_token, quantize_mxfp8, schedule_rows
 
 pytestmark = pytest.mark.gpu
 KERNELS = ("mosaic", "triton")
@@ -88,3 +88,17 @@ def test_a_batch_of_schedules(kernel: str) -> None:
     ids = jax.random.randint(jax.random.key(0), (3, 40, 5), -1, 8)
     mine, other = (jax.vmap(lambda i, n=name: schedule_rows(i, 7, implementation=n))(ids) for name in (kernel, "xla"))
     jax.tree.map(assert_same_bits, mine, other)
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 7168), (64, 7168), (3, 5, 344)], ids=str)
+def test_what_waits_is_the_same_to_the_bit_and_in_a_batch(shape: tuple[int, ...]) -> None:
+    x = jax.lax.bitcast_convert_type(jax.random.bits(jax.random.key(0), shape, jnp.uint16), jnp.bfloat16)
+    earlier = jnp.full((3, 5), jnp.nan)
+    for y in (after(x, earlier, implementation="mosaic"), jax.jit(after)(x, earlier)):
+        assert_same_bits(y, x)
+    batch = jnp.stack([x, jnp.roll(x, 1)])
+    for along in (None, 0):
+        y = jax.vmap(lambda x, earlier: after(x, earlier, implementation="mosaic"), (0, along))(batch, earlier[:2])
+        assert_same_bits(y, batch)
+    (dx,) = jax.vjp(lambda x: after(x, earlier, implementation="mosaic"), x)[1](x)
+    assert_same_bits(dx, x)

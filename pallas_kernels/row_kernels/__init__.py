@@ -3,7 +3,7 @@
 from typing import Any
 
 IMPLEMENTATIONS = ("mosaic", "triton")
-MOVES = ("gather_rows", "combine_rows")
+MOVES = ("gather_rows", "combine_rows", "after")
 ORDERS = ("schedule_rows", "stable_top_k", "top_k_weights")
 
 

@@ -1,4 +1,4 @@
-"""Tokens spread out to rows, and rows added up, on Hopper and Blackwell, in Pallas's Mosaic GPU: each is read once.
+"""Tokens spread out to rows, and rows added up or copied, on Hopper and Blackwell, in Mosaic GPU: each is read once.
 
 As in `mosaic_rows` nothing is staged: a thread loads 16 bytes at a time and, of a sum, all its rows before it adds one.
 """
@@ -8,26 +8,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, BFloat16, Float, Int
+from jaxtyping import Array, BFloat16, Float, Int, Shaped
 
 from pallas_kernels.row_kernels import move_emitters
 from pallas_kernels.row_kernels.emitters import VECTOR
 from pallas_kernels.row_kernels.mosaic_rows import MOST_VECTORS, block_count, block_kernel
 
 VECTOR_BYTES, WORD_BYTES = 16, 4
+_MOST_COPIED = 1 << 19  # elements that `after` copies in less time than a decode step gains by the order
 
 
 def why_not(op: str, x: Any) -> str | None:
     """Why the kernel of `op` cannot take rows or tokens `x`; None if it can."""
     values, *scales = jax.tree.leaves(x)
-    if values.dtype != jnp.bfloat16 and (op == "combine_rows" or not scales):
+    if values.dtype != jnp.bfloat16 and (op != "gather_rows" or not scales):
         return f"x is {values.dtype}, and the kernel takes bfloat16"
     row, *scale = (leaf.shape[-1] * leaf.dtype.itemsize for leaf in (values, *scales))
     if row % VECTOR_BYTES or any(size % WORD_BYTES for size in scale) or not values.size:
         sizes = " and ".join(map(str, (row, *scale)))
         return f"its rows are of {sizes} bytes, and the kernel moves {VECTOR_BYTES} at a time, of scales {WORD_BYTES}"
-    if values.size // VECTOR > MOST_VECTORS:
-        return f"x has shape {x.shape}, more than {MOST_VECTORS * VECTOR} elements"
+    most = _MOST_COPIED if op == "after" else MOST_VECTORS * VECTOR
+    if values.size > most:
+        return f"x has shape {x.shape}, more than {most} elements"
     return None
 
 
@@ -57,3 +59,29 @@ def combine_rows(
     kernel = block_kernel("combine_rows", emit, out, block_count(vectors, 1))
     (y,) = kernel(rows.reshape(-1), positions.reshape(-1), weights.reshape(-1))
     return y.reshape(tokens, columns)
+
+
+@jax.custom_jvp
+def after(x: BFloat16[Array, "..."], earlier: Shaped[Array, "..."]) -> BFloat16[Array, "..."]:
+    """`ordering.after`: the copy is a kernel with an operand that it does not read."""
+
+    def copied(x: Array, earlier: Array) -> Array:
+        vectors = x.size // VECTOR
+        out = (jax.ShapeDtypeStruct((x.size,), x.dtype),)
+        kernel = block_kernel("after", functools.partial(move_emitters.copied, vectors), out, block_count(vectors, 1))
+        (y,) = kernel(x.reshape(-1), earlier.reshape(-1))
+        return y.reshape(x.shape)
+
+    batched = jax.custom_batching.custom_vmap(copied)
+
+    @batched.def_vmap
+    def _(size: int, in_batched: Any, x: Array, earlier: Array) -> tuple[Array, bool]:
+        del size
+        return after(x, earlier), in_batched[0]
+
+    return batched(x, earlier)
+
+
+@after.defjvp
+def _after_jvp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return after(*primals), tangents[0]

@@ -81,6 +81,15 @@ def combined(
         ptx_if(less(vector, vectors), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", at, *words)
 
 
+def copied(vectors: int, block: Value, x: Value, earlier: Value, y: Value) -> None:
+    """A vector a thread. `earlier` is there for the kernel to wait for."""
+    del earlier
+    (vector,) = own_vectors(block, 1)
+    inside = less(vector, vectors)
+    words = _vector_if(arith.extui(i32(), inside), x, clamped(vector, vectors))
+    ptx_if(inside, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address(y, vector, 16), *words)
+
+
 def _divided(vector: Value, vectors_a_row: int) -> tuple[Value, Value]:
     """The row of a vector, and which of the row's it is."""
     row = arith.divui(vector, constant(vectors_a_row))

@@ -137,6 +137,16 @@ def test_sums_are_those_of_the_rows_named(
     np.testing.assert_array_equal(kernel(rows, positions, weights)[0], sums)
 
 
+@pytest.mark.parametrize("shape", [(1, 8), (3, 344)])
+def test_a_copy_that_waits_has_the_bits_of_x(
+    shape: tuple[int, ...], target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.random.default_rng(0).integers(0, 1 << 16, shape, np.uint16).view(jnp.bfloat16)
+    kernel = compiled(lambda x: mosaic_moves.after(x, x), [x], target, tmp_path, monkeypatch)  # it reads `x` alone
+    (y,) = kernel(x)
+    np.testing.assert_array_equal(y.view(np.uint16), x.view(np.uint16))
+
+
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (6, 264), (3, 4096)])
 def test_rows_are_normed(
     rows: int, columns: int, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
