@@ -47,10 +47,14 @@ class Program:
         return self.executable(*self.operands)
 
 
-def compiled(function: Callable[..., Any], *operands: Any) -> Program:
-    """`function` compiled for `operands`: for the first time, unless a cache on disk is on."""
+def compiled(function: Callable[..., Any], *operands: Any, side_by_side: bool = True) -> Program:
+    """`function` compiled for `operands`: for the first time, unless a cache on disk is on.
+
+    Kernels of it may run side by side, or else one after the other, as they do unless XLA is told.
+    """
     start = time.perf_counter()
-    executable = jax.jit(function, compiler_options=compiler_options()).lower(*operands).compile()
+    options = compiler_options() if side_by_side else None
+    executable = jax.jit(function, compiler_options=options).lower(*operands).compile()
     return Program(executable, operands, time.perf_counter() - start)
 
 
