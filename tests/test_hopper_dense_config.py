@@ -65,6 +65,31 @@ def test_the_choice_is_what_was_timed_to_be_the_fastest(weights: tuple[int, int]
     assert (chosen.widths, *cut, chosen.band) == ((FASTEST[weights, rows][0],), *FASTEST[weights, rows][1:], 12)
 
 
+@pytest.mark.parametrize(("n", "k"), [LATENT_DOWN, LATENT_UP, DOWN])
+def test_few_rows_have_four_sums(n: int, k: int) -> None:
+    assert all(choose_tuning(rows, 1, n, k, gated=False).chains(k) == 4 for rows in range(1, 65))
+
+
+@pytest.mark.parametrize(
+    ("width", "units", "k_units", "k", "chains"),
+    [
+        (8, 1, 1, 256, 4),
+        (8, 1, 1, 384, 2),  # no whole number of turns of four stages
+        (8, 1, 1, 64, 1),
+        (8, 1, 4, 256, 4),
+        (8, 1, 3, 768, 1),  # stages that four or two sums cannot share evenly
+        (96, 1, 1, 256, 4),
+        (104, 1, 1, 256, 2),  # of 192 registers
+        (48, 2, 2, 256, 4),
+        (200, 1, 1, 256, 1),
+    ],
+)
+def test_sums_are_as_many_as_registers_and_turns_allow(
+    width: int, units: int, k_units: int, k: int, chains: int
+) -> None:
+    assert DenseTuning((width,), 1, units, 64, k_units, 2, 1).chains(k) == chains
+
+
 @pytest.mark.parametrize(
     ("tuning", "gated", "reason"),
     [

@@ -63,7 +63,8 @@ def test_the_real_widths_against_the_oracle(recipe: str) -> None:
     truth = oracle_trace(config, checkpoint_tensors(arrays), np.asarray(x), recipe=recipe, ids=ids)
     errors = {stage: relative_l2(stages[stage], truth[stage]) for stage in ("latent", "expert_sum", "output")}
     print(recipe, errors)
-    assert max(errors.values()) < limits("oracle", recipe).relative_l2, errors
+    allowed = limits("oracle", recipe).relative_l2
+    assert all(error < allowed for error in errors.values()), errors  # the largest would not be one that is NaN
 
 
 @pytest.mark.parametrize("implementation", ["mosaic", "triton"])

@@ -18,7 +18,7 @@ from pallas_kernels import Activation, Situ, SwiGLU
 from pallas_kernels.grouped_matmul.hopper.dense_config import DenseTuning
 from pallas_kernels.grouped_matmul.mosaic_hopper_dense import grouped_matmul
 
-ROWS, N, K = 24, 96, 128
+ROWS, N, K = 24, 96, 256
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,8 @@ def _clean_interpreter() -> Iterator[None]:
     reset_gpu_interpret_mode_state()
 
 
-# Tiles within one unit, over two, and within the first of two warpgroups; stages of one unit of K and of two.
+# Tiles within one unit, over two, and within the first of two warpgroups; stages of one unit of K and of two, and so
+# turns of four stages and of two.
 @pytest.mark.parametrize(
     ("sizes", "activation", "tuning"),
     [
@@ -53,4 +54,19 @@ def test_the_kernel_multiplies_without_a_race(
     if activation is None:
         assert relative_l2(y[:used], expected) < 1e-6
     assert_close(y[:used], expected, KERNEL_TOLERANCES["bf16"])
+    assert not get_races().races_found
+
+
+@pytest.mark.parametrize("k_units", [1, 2, 4])
+def test_every_fourth_64_columns_have_a_sum_of_their_own(k_units: int) -> None:
+    """A large number leaves its sum again; what ones lose is those that were added to that sum in between: none."""
+    tuning = DenseTuning((8,), 1, 1, 64, k_units, 2, 1)
+    large = np.array([2.0**12, 1, 1, 1, -(2.0**12), 1, 1, 1])
+    x, w = np.zeros((8, 512), np.float32), np.zeros((1, 64, 512), np.float32)
+    x[:, ::64] = large
+    w[:, :, ::64] = np.abs(large)
+    how: Any = {"tuning": tuning, "multiprocessors": 1, "interpret": plgpu.InterpretGPUParams(detect_races=True)}
+    operands = jnp.array(x, jnp.bfloat16), jnp.array(w, jnp.bfloat16), jnp.array([8], jnp.int32)
+    y = grouped_matmul(*operands, activation=None, out_format="f32", **how)
+    np.testing.assert_array_equal(y, 6)
     assert not get_races().races_found

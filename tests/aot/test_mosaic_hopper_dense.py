@@ -39,6 +39,7 @@ CASES = [
     Case(64, 1, 12288, 7168, KIMI),
     Case(1024, 1, 12288, 7168, KIMI),
     Case(8192, 1, 7168, 6144),
+    Case(48, 1, 3584, 7168),
     Case(8, 1, 3584, 7168, out_format="f32"),
     Case(200, 6, 480, 768, SwiGLU()),
     Case(200, 6, 480, 768),
@@ -71,6 +72,10 @@ def test_the_program_is_the_one_we_think_it_is(
     tuning = choose_tuning(case.rows, case.groups, case.n, case.k, gated)
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(\S+)", ptx))
     assert products == {(str(width), "k16.f32.bf16.bf16") for width in tuning.widths}
+    turn = max(
+        tuning.chains(case.k), tuning.k_units
+    )  # units of K that a turn of the loop multiplies, 16 columns each time
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * turn * tuning.units * len(tuning.widths)
     # One tensor copy brings gate and up, whose chunks are two more dimensions; that of a single group is none.
     copies = set(re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx))
     assert copies == {"2", str((5 if gated else 3) - (case.groups == 1))}

@@ -95,6 +95,18 @@ class DenseTuning:
         """Whether a thread's float32 sums fit its registers."""
         return self.widest // 2 * self.units <= _SUMS[self.warpgroups]
 
+    def chains(self, k: int) -> int:
+        """Sums of as many of the K columns each that a unit has: the most that registers hold, of 4, 2 and 1.
+
+        They share a stage's 64 columns out, or a turn of several stages', of which there must be a whole number.
+        """
+        for count in (4, 2):
+            fit = count * self.units * (self.widest // 2) <= _SUMS[self.warpgroups]
+            turn = max(count, self.k_units)
+            if fit and turn % count == turn % self.k_units == k % (UNIT_COLUMNS * turn) == 0:
+                return count
+        return 1
+
     @property
     def stage_bytes(self) -> int:
         """Shared memory of one pipeline stage."""

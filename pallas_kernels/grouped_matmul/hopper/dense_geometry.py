@@ -39,6 +39,10 @@ class DenseGeometry(Geometry[DenseTuning]):
         return UNIT_ROWS * self.tuning.row_units
 
     @property
+    def chains(self) -> int:
+        return self.tuning.chains(self.k)
+
+    @property
     def whole(self) -> bool:
         """Whether there is one group: all rows are taken for its own, so that nothing waits for its size."""
         return self.groups == 1

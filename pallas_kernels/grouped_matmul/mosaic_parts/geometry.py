@@ -96,6 +96,11 @@ class Geometry[Cut: Sizes]:
         return subtiles(self.tuning.k_units, self.mma)
 
     @property
+    def chains(self) -> int:
+        """Sums that a unit of bfloat16 products has, added up at the end."""
+        return 1
+
+    @property
     def x_dtype(self) -> jnp.dtype:
         return jnp.dtype(jnp.bfloat16 if self.mma == "bf16" else jnp.float8_e4m3fn)
 
