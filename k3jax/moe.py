@@ -20,7 +20,7 @@ from k3jax.config import K3Config
 from k3jax.exchange import exchange
 from k3jax.experts import RECIPES, FrozenExperts, HowToMultiply, Weights, gate_and_up_rows
 from k3jax.kernel_placement import lay_out_experts
-from k3jax.linear import weight_variable
+from k3jax.linear import Weight, weight_variable
 from k3jax.mlp import GatedMLP, check_tokens
 from k3jax.moe_arrays import MoEArrays, check_arrays
 from k3jax.moe_shapes import AXES, local_shapes
@@ -117,7 +117,7 @@ class MoE(nnx.Module):
 
         dtype, x_TD = x_TD.dtype, to_bfloat16(x_TD)
         if self.latent_down is not None:
-            stages["latent"] = dense_matmul(x_TD, self.latent_down.get_value())
+            stages["latent"] = self._latent(x_TD)
         rows_TL = stages.get("latent", x_TD)
         y = self._experts(rows_TL, routing)
         shared = None
@@ -156,7 +156,7 @@ class MoE(nnx.Module):
 
     def _routed(self, x_TD: Array, ids: Array, weights: Array) -> Array:
         x_TD = to_bfloat16(x_TD)
-        latent_TL = x_TD if self.latent_down is None else dense_matmul(x_TD, self.latent_down.get_value())
+        latent_TL = x_TD if self.latent_down is None else self._latent(x_TD)
         (sums_TL,) = self.layout.ranks.total(self._experts(latent_TL, Routing(ids, weights)))
         return sums_TL
 
@@ -194,6 +194,10 @@ class MoE(nnx.Module):
     def _pick(self, logits_TE: Array, mask: Array | None) -> Routing:
         return pick_experts(logits_TE, self.router.bias[...], self.config, mask)
 
+    def _latent(self, x_TD: Array) -> Array:
+        assert self.latent_down is not None
+        return latents(x_TD, self.latent_down.get_value(), self.recipe)
+
     def _experts(self, latent_TL: Array, routing: Routing) -> Array:
         """The routed experts' sums in float32 for this rank's tokens; with replicated tokens its part of them."""
         ranks, w13, w2 = self.layout.ranks, gate_and_up_rows(self.w13.get_value()), self.w2.get_value()
@@ -205,6 +209,11 @@ class MoE(nnx.Module):
             return exchange(latent_TL, Routing(ids, weights), w13, w2, how, mlp)
 
         return in_chunks(one_chunk, most, latent_TL, *routing)
+
+
+def latents(x_TD: BFloat16[Array, "t d"], latent_down: Weight, recipe: str) -> BFloat16[Array, "t l"]:
+    """What the routed experts see of tokens, `[T, D] -> [T, L]`."""
+    return dense_matmul(x_TD, latent_down, fine_sums=RECIPES[recipe].quantize is not None)
 
 
 def _param(arrays: MoEArrays, name: str) -> nnx.Variable | None:

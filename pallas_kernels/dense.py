@@ -17,13 +17,14 @@ from pallas_kernels.situ import Activation, apply_activation
 OutFormat = Literal["bf16", "f32"]
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "out_format", "implementation"))
+@functools.partial(jax.jit, static_argnames=("activation", "out_format", "fine_sums", "implementation"))
 def dense_matmul(
     x: Float[Array, "m k"],
     w: Float[Array, "... n k"] | FP8BlockArray,
     *,
     activation: Activation | None = None,
     out_format: OutFormat = "bf16",
+    fine_sums: bool = False,
     implementation: str | None = None,
 ) -> Float[Array, "m width"]:
     """`x @ w.T`, accumulated in float32; leading axes of `w` join its rows.
@@ -39,6 +40,8 @@ def dense_matmul(
             for Hopper, XLA copies it for its own product too).
         activation: `Situ(...)`, `SwiGLU()` or None. With one, the rows count gate and up, and it halves the result.
         out_format: "bf16", rounded once, or "f32".
+        fine_sums: for a result that is rounded to eight bits next, which amplifies what it is off by: "mosaic" then
+            adds up a quarter of the columns at a time, as of few rows anyway; many take longer. Others do not change.
         implementation: "reference" (float32 throughout), "xla", "mosaic" (Hopper), or None for the fastest that can.
 
     Returns:
@@ -53,7 +56,7 @@ def dense_matmul(
     chosen = select.choose("dense_matmul", implementation, x=x, w=w, activation=activation)
     values = (w.dequantize() if isinstance(w, FP8BlockArray) else w).reshape(-1, w.shape[-1])
     if chosen == "mosaic" and x.shape[0]:
-        return _mosaic(x, values, activation, out_format)
+        return _mosaic(x, values, activation, out_format, fine_sums)
     return (_reference if chosen == "reference" else _xla)(x, values, activation, out_format)
 
 
@@ -74,16 +77,17 @@ def _finish(sums: Array, activation: Activation | None, out_format: OutFormat) -
     return apply_activation(activation, gate_up.astype(jnp.float32) if out_format == "f32" else gate_up)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _mosaic(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
-    return _joining_rows(functools.partial(_kernel, activation=activation, out_format=out_format))(x, w)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _mosaic(x: Array, w: Array, activation: Activation | None, out_format: OutFormat, fine_sums: bool) -> Array:
+    kernel = functools.partial(_kernel, activation=activation, out_format=out_format, fine_sums=fine_sums)
+    return _joining_rows(kernel)(x, w)
 
 
-def _kernel(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> Array:
+def _kernel(x: Array, w: Array, **how: Any) -> Array:
     from pallas_kernels.grouped_matmul import mosaic_hopper_dense  # imported when wanted: that takes a second
 
     rows = jnp.array([x.shape[0]], jnp.int32)
-    return mosaic_hopper_dense.grouped_matmul(x, w[None], rows, activation=activation, out_format=out_format)
+    return mosaic_hopper_dense.grouped_matmul(x, w[None], rows, **how)
 
 
 def _joining_rows(product: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
@@ -102,11 +106,14 @@ def _joining_rows(product: Callable[[Array, Array], Array]) -> Callable[[Array, 
     return batched
 
 
-def _forward(x: Array, w: Array, activation: Activation | None, out_format: OutFormat) -> tuple[Array, Any]:
-    return _mosaic(x, w, activation, out_format), (x, w)
+def _forward(
+    x: Array, w: Array, activation: Activation | None, out_format: OutFormat, fine_sums: bool
+) -> tuple[Array, Any]:
+    return _mosaic(x, w, activation, out_format, fine_sums), (x, w)
 
 
-def _backward(activation: Activation | None, out_format: OutFormat, residuals: Any, dy: Array) -> Any:
+def _backward(activation: Activation | None, out_format: OutFormat, fine_sums: bool, residuals: Any, dy: Array) -> Any:
+    del fine_sums
     _, pullback = jax.vjp(lambda x, w: _xla(x, w, activation, out_format), *residuals)
     return pullback(dy)
 

@@ -11,6 +11,7 @@ from annotations import unchecked_annotations
 from gemm_truth import grouped_product
 from numerics import KERNEL_TOLERANCES, as_float64, assert_close, assert_same_bits, relative_l2, round_bf16
 
+from k3jax.moe import latents
 from pallas_kernels import Activation, Situ, SwiGLU, dense_matmul, quantize_fp8_block, select
 from pallas_kernels.grouped_matmul import mosaic_hopper_dense
 
@@ -71,8 +72,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A CPU that claims Mosaic's kernel, for which NumPy stands in; the shapes of the rows that it was traced with."""
     traced: list[tuple[int, ...]] = []
 
-    def stand_in(x: Any, w: Any, group_sizes: Any, *, activation: Any, out_format: str) -> Any:
+    def stand_in(x: Any, w: Any, group_sizes: Any, *, activation: Any, out_format: str, fine_sums: bool) -> Any:
         assert w.shape == (1, LEAD * N, K)
+        assert not fine_sums
         traced.append(x.shape)
         width = LEAD * N // (2 if activation else 1)
         result = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32 if out_format == "f32" else jnp.bfloat16)
@@ -158,3 +160,21 @@ def test_the_kernel_comes_first_where_it_fits(kernel: list[tuple[int, ...]]) -> 
         assert reason in explained.others["mosaic"]
         with pytest.raises(NotImplementedError, match=f"'mosaic': .*{reason}"):
             named(other_x, other_w, activation=KIMI)
+
+
+# Of sizes of their own: JAX keeps what was traced.
+@pytest.mark.parametrize(("recipe", "n", "fine"), [("w4a16", 192, False), ("w4a8", 208, True), ("w4a8_fp8", 224, True)])
+def test_what_eight_bit_rows_are_made_of_is_summed_finely(
+    recipe: str, n: int, fine: bool, kernel: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[tuple[Any, bool]] = set()
+
+    def stand_in(x: Any, w: Any, group_sizes: Any, **how: Any) -> jax.Array:
+        asked.add((w.shape, how["fine_sums"]))
+        return (x @ w[0].T).astype(jnp.bfloat16)
+
+    monkeypatch.setattr(mosaic_hopper_dense, "grouped_matmul", stand_in)
+    w = jnp.ones((n, 64), jnp.bfloat16)
+    jax.grad(lambda x: jnp.sum(latents(x, w, recipe).astype(jnp.float32)))(jnp.ones((3, 64), jnp.bfloat16))
+    assert asked == {((1, n, 64), fine)}
+    assert not kernel

@@ -16,9 +16,10 @@ from pallas_kernels.grouped_matmul.schedule import row_tiles
     n=st.integers(1, 800).map(lambda steps: 16 * steps),
     k=st.integers(1, 120).map(lambda units: 64 * units),
     gated=st.booleans(),
+    fine_sums=st.booleans(),
 )
-def test_the_heuristic_s_choice_can_run(rows: int, groups: int, n: int, k: int, gated: bool) -> None:
-    tuning = choose_tuning(rows, groups, n, k, gated)
+def test_the_heuristic_s_choice_can_run(rows: int, groups: int, n: int, k: int, gated: bool, fine_sums: bool) -> None:
+    tuning = choose_tuning(rows, groups, n, k, gated, fine_sums=fine_sums)
     assert tuning.reason_against(n, k, gated, groups) is None
     assert tuning.shared_memory(gated, groups) <= SHARED_MEMORY
 
@@ -66,8 +67,10 @@ def test_the_choice_is_what_was_timed_to_be_the_fastest(weights: tuple[int, int]
 
 
 @pytest.mark.parametrize(("n", "k"), [LATENT_DOWN, LATENT_UP, DOWN])
-def test_few_rows_have_four_sums(n: int, k: int) -> None:
+def test_few_rows_have_four_sums_and_many_where_asked(n: int, k: int) -> None:
     assert all(choose_tuning(rows, 1, n, k, gated=False).chains(k) == 4 for rows in range(1, 65))
+    many = (100, 256, 1000, 1024, 8192, 16384)
+    assert all(choose_tuning(rows, 1, n, k, gated=False, fine_sums=True).chains(k) == 4 for rows in many)
 
 
 @pytest.mark.parametrize(

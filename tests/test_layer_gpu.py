@@ -42,9 +42,10 @@ def test_every_stage_against_the_oracle(recipe: str, tokens: int) -> None:
         assert relative_l2(stages[stage], truth[stage]) < allowed.relative_l2, stage
 
 
+@pytest.mark.parametrize("tokens", [48, 1024])
 @pytest.mark.parametrize("recipe", PACKED)
-def test_the_real_widths_against_the_oracle(recipe: str) -> None:
-    """Rounding hidden rows to eight bits amplifies what a product is off by: sums in fewer bits than float32 show."""
+def test_the_real_widths_against_the_oracle(recipe: str, tokens: int) -> None:
+    """Rounding rows to eight bits amplifies what a product is off by: sums in fewer bits than float32 show."""
     config = small_config(
         hidden_size=7168,
         routed_expert_hidden_size=3584,
@@ -53,7 +54,7 @@ def test_the_real_widths_against_the_oracle(recipe: str) -> None:
         num_experts_per_token=2,
     )
     arrays = random_arrays(config, recipe)
-    x = random_tokens((48, 7168))
+    x = random_tokens((tokens, 7168))
     layer = MoE(config, recipe=recipe, arrays=arrays)
     w13 = layer.w13.get_value()
     assert isinstance(w13, KernelWeights)

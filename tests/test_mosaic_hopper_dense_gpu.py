@@ -80,10 +80,13 @@ def test_the_layer_s_other_products_are_the_kernel_s_by_default(n: int, k: int, 
     x: Any = random_rows(rows, k, rows, "bf16")
     assert explain("dense_matmul", x=x, w=w).chosen == "mosaic"
     some = np.arange(0, rows, max(1, rows // 50))
+    sizes = np.array([some.size])
     for out_format in ("bf16", "f32"):
         y = dense_matmul(x, w, out_format=out_format)
         assert y.shape == (rows, n)
-        check(y[some], x[some], truth, np.array([some.size]), None)
+        check(y[some], x[some], truth, sizes, None)
+    fine = dense_matmul(x, w, out_format="f32", fine_sums=True)
+    assert relative_l2(fine[some], grouped_product(as_float64(x[some]), truth, sizes, None)) < 5e-6
 
 
 @pytest.mark.parametrize("rows", [1, 5, 100])

@@ -12,10 +12,9 @@ from jaxtyping import Array
 
 from k3jax.bench.calls import Program, compiled
 from k3jax.experts import HowToMultiply, gate_and_up_rows, routed_experts
-from k3jax.moe import MoE
+from k3jax.moe import MoE, latents
 from k3jax.parameters import parameter_specs
 from k3jax.routing import Routing
-from pallas_kernels import dense_matmul
 from sharding.dispatch import Arrived
 
 _BY_RANK = PartitionSpec("expert")
@@ -29,7 +28,7 @@ def over_ranks(array: Array, mesh: Mesh) -> Array:
 def latent_rows(layer: MoE, x: Array) -> Array:
     """What travels: `[R T, D] -> [R T, L]`."""
     assert layer.latent_down is not None
-    return dense_matmul(x, layer.latent_down.get_value())
+    return latents(x, layer.latent_down.get_value(), layer.recipe)
 
 
 def dispatch_program(layer: MoE, latent: Array, routing: Routing) -> Program:

@@ -14,7 +14,7 @@ from k3jax.bench.cases import Case, even_picks
 from k3jax.bench.layer_cases import LayerCase
 from k3jax.config import K3Config
 from k3jax.experts import RECIPES, HowToMultiply, gate_and_up_rows, routed_experts
-from k3jax.moe import MoE
+from k3jax.moe import MoE, latents
 from k3jax.moe_arrays import MoEArrays
 from k3jax.routing import Routing
 from pallas_kernels import combine_rows, dense_matmul, gather_rows, grouped_matmul, rms_norm, schedule_rows
@@ -118,7 +118,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing, *, all_of_them: bool)
 
     if all_of_them:
         yield stage("router", lambda layer, x: layer.route(x), layer, x)
-    yield stage("latent_down", dense_matmul, x, latent_down.get_value())
+    yield stage("latent_down", functools.partial(latents, recipe=layer.recipe), x, latent_down.get_value())
     yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
     latent = made.pop("latent_down")
@@ -143,7 +143,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing, *, all_of_them: bool)
 
 def _latent(layer: MoE, x: Array) -> Array:
     assert layer.latent_down is not None
-    return dense_matmul(x, layer.latent_down.get_value())
+    return latents(x, layer.latent_down.get_value(), layer.recipe)
 
 
 def _experts(case: LayerCase) -> dict[str, Any]:

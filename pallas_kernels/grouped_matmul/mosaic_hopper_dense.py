@@ -32,6 +32,7 @@ def grouped_matmul(
     *,
     activation: Activation | None,
     out_format: Literal["bf16", "f32"] = "bf16",
+    fine_sums: bool = False,
     tuning: DenseTuning | None = None,
     multiprocessors: int | None = None,
     interpret: Any = None,
@@ -44,6 +45,7 @@ def grouped_matmul(
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only, and not at all where G is 1.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
         out_format: "bf16", or "f32" (not rounded).
+        fine_sums: asks `choose_tuning` for a tile that adds up a quarter of the columns at a time.
         tuning: None for the one that `dense_config.choose_tuning` gives.
         multiprocessors: blocks to start at most; None for the device's number.
         interpret: `plgpu.InterpretGPUParams(...)` to run on a CPU.
@@ -58,7 +60,7 @@ def grouped_matmul(
     if reason is not None:
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
     groups, n, k = w.shape
-    used = tuning or choose_tuning(x.shape[0], groups, n, k, activation is not None)
+    used = tuning or choose_tuning(x.shape[0], groups, n, k, activation is not None, fine_sums=fine_sums)
     shape = DenseGeometry(x.shape[0], groups, n, k, "bf16", activation, out_format, used)
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count

@@ -32,6 +32,7 @@ class Case:
     k: int
     activation: Activation | None = None
     out_format: Literal["bf16", "f32"] = "bf16"
+    fine_sums: bool = False
 
 
 CASES = [
@@ -40,6 +41,7 @@ CASES = [
     Case(1024, 1, 12288, 7168, KIMI),
     Case(8192, 1, 7168, 6144),
     Case(48, 1, 3584, 7168),
+    Case(1024, 1, 3584, 7168, fine_sums=True),
     Case(8, 1, 3584, 7168, out_format="f32"),
     Case(200, 6, 480, 768, SwiGLU()),
     Case(200, 6, 480, 768),
@@ -59,7 +61,8 @@ def test_the_program_is_the_one_we_think_it_is(
             ((case.groups,), jnp.int32),
         )
     ]
-    static = {"activation": case.activation, "out_format": case.out_format, "multiprocessors": 132}
+    static = {name: getattr(case, name) for name in ("activation", "out_format", "fine_sums")}
+    static["multiprocessors"] = 132
     with jax.set_mesh(hopper), unchecked_annotations():
         call = jax.jit(grouped_matmul, static_argnames=tuple(static))
         program = call.trace(*arguments, **static).lower(lowering_platforms=("cuda",)).compile()
@@ -69,12 +72,10 @@ def test_the_program_is_the_one_we_think_it_is(
 
     assert ".target sm_90a" in ptx
     gated = case.activation is not None
-    tuning = choose_tuning(case.rows, case.groups, case.n, case.k, gated)
+    tuning = choose_tuning(case.rows, case.groups, case.n, case.k, gated, fine_sums=case.fine_sums)
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(\S+)", ptx))
     assert products == {(str(width), "k16.f32.bf16.bf16") for width in tuning.widths}
-    turn = max(
-        tuning.chains(case.k), tuning.k_units
-    )  # units of K that a turn of the loop multiplies, 16 columns each time
+    turn = max(tuning.chains(case.k), tuning.k_units)  # units of K, of four products each
     assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * turn * tuning.units * len(tuning.widths)
     # One tensor copy brings gate and up, whose chunks are two more dimensions; that of a single group is none.
     copies = set(re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx))
