@@ -1,6 +1,6 @@
 """The Hopper kernel's two main loops over K: what a consumer warpgroup does with the stages of one tile.
 
-bfloat16 products are summed where the tensor cores leave them, in float32, towards zero: 7,168 columns lose some 1e-5 of
+bfloat16 products are summed where the tensor cores leave them, in float32, towards zero: 7,168 columns lose 1e-5 of
 what is typical of their sums. So a tile of dense weights has several sums of as many columns each, where registers
 suffice. Sums of e4m3 products are not left there: Hopper adds each product to a sum after cutting it off at the sum's
 2^-13, towards zero. Of one sign, 256 columns lose 1.3e-3 of their sum so, 3,584 lose 4.2e-2; of both, 1.7e-4 and
