@@ -67,30 +67,34 @@ def test_the_choice_is_what_was_timed_to_be_the_fastest(weights: tuple[int, int]
 
 
 @pytest.mark.parametrize(("n", "k"), [LATENT_DOWN, LATENT_UP, DOWN])
-def test_few_rows_have_four_sums_and_many_where_asked(n: int, k: int) -> None:
-    assert all(choose_tuning(rows, 1, n, k, gated=False).chains(k) == 4 for rows in range(1, 65))
-    many = (100, 256, 1000, 1024, 8192, 16384)
-    assert all(choose_tuning(rows, 1, n, k, gated=False, fine_sums=True).chains(k) == 4 for rows in many)
+def test_few_rows_have_short_sums_and_many_where_asked(n: int, k: int) -> None:
+    def longest(rows: int, *, fine_sums: bool = False) -> float:
+        return k / choose_tuning(rows, 1, n, k, gated=False, fine_sums=fine_sums).turns(k)
+
+    assert all(longest(rows) <= 1024 for rows in range(1, 65))
+    assert all(longest(rows, fine_sums=True) <= 1024 for rows in (100, 256, 1000, 1024, 8192, 16384))
+    assert longest(8192) == k
 
 
 @pytest.mark.parametrize(
-    ("width", "units", "k_units", "k", "chains"),
+    ("width", "units", "k_units", "k", "turns"),
     [
-        (8, 1, 1, 256, 4),
-        (8, 1, 1, 384, 2),  # no whole number of turns of four stages
-        (8, 1, 1, 64, 1),
-        (8, 1, 4, 256, 4),
-        (8, 1, 3, 768, 1),  # stages that four or two sums cannot share evenly
-        (96, 1, 1, 256, 4),
-        (104, 1, 1, 256, 2),  # of 192 registers
-        (48, 2, 2, 256, 4),
-        (200, 1, 1, 256, 1),
+        (8, 1, 1, 1024, 1),
+        (8, 1, 1, 1088, 17),  # 17 stages have no other divisor
+        (8, 1, 1, 7168, 7),
+        (8, 1, 4, 7168, 7),
+        (8, 1, 4, 3584, 7),  # of two of its 14 stages: seven are too long
+        (8, 1, 2, 3584, 4),
+        (192, 1, 1, 2048, 2),
+        (200, 1, 1, 2048, 1),  # more than half of 192 registers
+        (96, 2, 1, 2048, 2),
+        (104, 2, 1, 2048, 1),
     ],
 )
-def test_sums_are_as_many_as_registers_and_turns_allow(
-    width: int, units: int, k_units: int, k: int, chains: int
+def test_sums_are_as_short_as_registers_and_stages_allow(
+    width: int, units: int, k_units: int, k: int, turns: int
 ) -> None:
-    assert DenseTuning((width,), 1, units, 64, k_units, 2, 1).chains(k) == chains
+    assert DenseTuning((width,), 1, units, 64, k_units, 2, 1).turns(k) == turns
 
 
 @pytest.mark.parametrize(

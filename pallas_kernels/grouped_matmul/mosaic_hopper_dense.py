@@ -45,7 +45,7 @@ def grouped_matmul(
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only, and not at all where G is 1.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
         out_format: "bf16", or "f32" (not rounded).
-        fine_sums: asks `choose_tuning` for a tile that adds up a quarter of the columns at a time.
+        fine_sums: asks `choose_tuning` for a tile that adds up 1,024 columns at a time.
         tuning: None for the one that `dense_config.choose_tuning` gives.
         multiprocessors: blocks to start at most; None for the device's number.
         interpret: `plgpu.InterpretGPUParams(...)` to run on a CPU.

@@ -75,8 +75,7 @@ def test_the_program_is_the_one_we_think_it_is(
     tuning = choose_tuning(case.rows, case.groups, case.n, case.k, gated, fine_sums=case.fine_sums)
     products = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)(\S+)", ptx))
     assert products == {(str(width), "k16.f32.bf16.bf16") for width in tuning.widths}
-    turn = max(tuning.chains(case.k), tuning.k_units)  # units of K, of four products each
-    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * turn * tuning.units * len(tuning.widths)
+    assert len(re.findall(r"wgmma\.mma_async", ptx)) == 4 * tuning.k_units * tuning.units * len(tuning.widths)
     # One tensor copy brings gate and up, whose chunks are two more dimensions; that of a single group is none.
     copies = set(re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx))
     assert copies == {"2", str((5 if gated else 3) - (case.groups == 1))}

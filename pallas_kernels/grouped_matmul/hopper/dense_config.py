@@ -22,7 +22,7 @@ _REGISTERS = {1: (240, 40), 2: (232, 40), 3: (160, 32), 4: (112, 32)}  # consume
 _SUMS = {1: 192, 2: 184, 3: 96, 4: 64}  # registers that a consumer has for float32 sums, by consumers
 _WIDEST_PRODUCT = 256  # wgmma's own limit
 _LONGEST_COPY = 256  # rows that a tensor copy can bring
-_MOST_CHAINS = 4  # sums of a unit
+_LONGEST_SUM = 1024  # columns that the tensor cores add up, where registers hold totals
 _MULTIPROCESSORS = 132  # of an H100 or H200: what an even share is
 
 
@@ -96,17 +96,15 @@ class DenseTuning:
         """Whether a thread's float32 sums fit its registers."""
         return self.widest // 2 * self.units <= _SUMS[self.warpgroups]
 
-    def chains(self, k: int) -> int:
-        """Sums of as many of the K columns each that a unit has: the most that registers hold, of 4, 2 and 1.
+    def turns(self, k: int) -> int:
+        """How often sums of K columns start from zero: so that none is longer than `_LONGEST_SUM`, if there is room.
 
-        They share a stage's 64 columns out, or a turn of several stages', of which there must be a whole number.
+        Totals need as many registers again.
         """
-        for count in (_MOST_CHAINS, 2):
-            fit = count * self.units * (self.widest // 2) <= _SUMS[self.warpgroups]
-            turn = max(count, self.k_units)
-            if fit and turn % count == turn % self.k_units == k % (UNIT_COLUMNS * turn) == 0:
-                return count
-        return 1
+        steps = k // (UNIT_COLUMNS * self.k_units)
+        if self.units * self.widest > _SUMS[self.warpgroups]:
+            return 1
+        return next(count for count in range(1, steps + 1) if steps % count == 0 and k <= count * _LONGEST_SUM)
 
     @property
     def stage_bytes(self) -> int:
@@ -125,16 +123,13 @@ class DenseTuning:
 def choose_tuning(rows: int, groups: int, n: int, k: int, gated: bool, *, fine_sums: bool = False) -> DenseTuning:
     """A good tuning for `rows` rows over `groups` weights `[n, k]`, from the shapes alone: `cost`'s favourite.
 
-    With `fine_sums` of those with the most sums a unit, whose tiles are small.
+    With `fine_sums` of those whose registers hold totals too.
 
     Raises:
         NotImplementedError: no tuning fits the shape.
     """
-    found = candidates(rows, groups, n, k, gated, _MOST_CHAINS if fine_sums else 1)
+    found = candidates(rows, groups, n, k, gated, 2 if fine_sums else 1)
     able = [tuning for tuning in found if tuning.reason_against(n, k, gated, groups) is None]
-    if fine_sums:
-        most = max((tuning.chains(k) for tuning in able), default=1)
-        able = [tuning for tuning in able if tuning.chains(k) == most]
     if not able:
         step = ROW_STEP * (2 if gated else 1)
         raise NotImplementedError(
@@ -150,15 +145,15 @@ _LEAST_STAGES, _ENOUGH_STAGES, _MOST_STAGES = 3, 6, 12
 _BAND = 12  # row tiles: with 11 column blocks about as many tiles as there are multiprocessors
 
 
-def candidates(rows: int, groups: int, n: int, k: int, gated: bool, chains: int) -> list[DenseTuning]:
+def candidates(rows: int, groups: int, n: int, k: int, gated: bool, sums: int) -> list[DenseTuning]:
     """Tunings that are worth a look: for each cut of a block the widths that share a mean group's rows evenly.
 
-    A thread's registers hold `chains` sums of each width.
+    A thread's registers hold each width's sums, `sums` times over.
     """
     mean = max(1, mean_group(rows, groups))
     found = []
     for warpgroups, units in _CUTS:
-        limit = min(_WIDEST_PRODUCT, _SUMS[warpgroups] // (ROW_STEP // 2 * units * chains) * ROW_STEP)
+        limit = min(_WIDEST_PRODUCT, _SUMS[warpgroups] // (ROW_STEP // 2 * units * sums) * ROW_STEP)
         fewest = row_tiles(mean, limit)
         widths = {_round_up(-(-mean // tiles)) for tiles in range(fewest, 2 * fewest + 1)} | {min(limit, 128)}
         for width in sorted(widths):

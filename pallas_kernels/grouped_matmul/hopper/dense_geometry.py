@@ -39,8 +39,8 @@ class DenseGeometry(Geometry[DenseTuning]):
         return UNIT_ROWS * self.tuning.row_units
 
     @property
-    def chains(self) -> int:
-        return self.tuning.chains(self.k)
+    def turns(self) -> int:
+        return self.tuning.turns(self.k)
 
     @property
     def whole(self) -> bool:

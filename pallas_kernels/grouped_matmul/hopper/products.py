@@ -1,11 +1,11 @@
 """The Hopper kernel's two main loops over K: what a consumer warpgroup does with the stages of one tile.
 
 bfloat16 products are summed where the tensor cores leave them, in float32, towards zero: 7,168 columns lose 1e-5 of
-what is typical of their sums. So a tile of dense weights has several sums of as many columns each, where registers
-suffice. Sums of e4m3 products are not left there: Hopper adds each product to a sum after cutting it off at the sum's
-2^-13, towards zero. Of one sign, 256 columns lose 1.3e-3 of their sum so, 3,584 lose 4.2e-2; of both, 1.7e-4 and
-1.0e-3. So the sums of a stage start from zero, every 128 columns where registers suffice and else every 256, and
-float32 totals take them up.
+what is typical of their sums. So those of dense weights start from zero every thousand columns or so, where registers
+suffice for totals that take them up. Sums of e4m3 products are not left there: Hopper adds each product to a sum after
+cutting it off at the sum's 2^-13, towards zero. Of one sign, 256 columns lose 1.3e-3 of their sum so, 3,584 lose
+4.2e-2; of both, 1.7e-4 and 1.0e-3. So the sums of a stage start from zero, every 128 columns where registers suffice
+and else every 256, and float32 totals take them up.
 """
 
 import functools
@@ -27,43 +27,48 @@ def multiply(shape: Geometry, steps: Any, warpgroup: Any, tile: Tile, constants:
 
 
 def _exact(shape: Geometry, steps: Any, warpgroup: Any, tile: Tile, constants: Any) -> None:
-    """A unit is decoded while the product of the unit before runs, across the stages.
-
-    With several sums a unit (`shape.chains`) 64 columns go to each in turn, and a turn of the loop is as many stages as
-    that takes.
-    """
-    tuning, chains = shape.tuning, shape.chains
-    stages = max(1, chains // shape.subtiles)
+    """A unit is decoded while the product of the unit before runs, across the stages of a turn."""
+    tuning, turns = shape.tuning, shape.turns
     units = [(subtile, unit) for subtile in range(shape.subtiles) for unit in range(tuning.units)]
     chosen = schedule.narrowest(tile.rows, tuning.widths)
 
-    def accumulate(*accumulators: Any) -> None:
+    def accumulate(ring: Ring, tiles: Any, *accumulators: Any) -> tuple[Ring, Any, list[Any]]:
         def step(i: Any, carry: tuple[Ring, Any, Any]) -> tuple[Ring, Any, Any]:
             ring, before, tiles = carry
-            for stage in range(stages):
-                steps.await_full(ring)
-                for index, (subtile, unit) in enumerate(units):
-                    operand = steps.operand(ring, warpgroup, unit, subtile, index, constants)
-                    sums = accumulators[unit * chains + (stage * shape.subtiles + subtile) % chains]
-                    product = functools.partial(_product, steps, sums, operand, subtile, tiles)
-                    _switch(chosen, [functools.partial(product, width) for width in tuning.widths])
-                    plgpu.wgmma_wait(1)
-                    if index == 0:
-                        steps.release(before, True if stage else i > 0)
-                following = shape.next(ring)
-                ring, before, tiles = following, ring.slot, _following_tiles(shape, following, tiles)
-            return ring, before, tiles
+            steps.await_full(ring)
+            for index, (subtile, unit) in enumerate(units):
+                operand = steps.operand(ring, warpgroup, unit, subtile, index, constants)
+                product = functools.partial(_product, steps, accumulators[unit], operand, subtile, tiles)
+                _switch(chosen, [functools.partial(product, width) for width in tuning.widths])
+                plgpu.wgmma_wait(1)
+                if index == 0:
+                    steps.release(before, i > 0)
+            following = shape.next(ring)
+            return following, ring.slot, _following_tiles(shape, following, tiles)
 
-        ring = shape.ring_at(tile)
-        carry = ring, jnp.int32(0), ring.slot * (tuning.widest // 8)
-        _, last, _ = lax.fori_loop(0, shape.k_steps // stages, step, carry)
+        ring, last, tiles = lax.fori_loop(0, shape.k_steps // turns, step, (ring, jnp.int32(0), tiles))
         plgpu.wgmma_wait(0)
         steps.release(last, True)
-        sums = [accumulator[...] for accumulator in accumulators]
-        totals = [functools.reduce(steps.add, sums[at : at + chains]) for at in range(0, len(sums), chains)]
-        steps.store(warpgroup, tile, totals)
+        return ring, tiles, [accumulator[...] for accumulator in accumulators]
 
-    pl.run_scoped(accumulate, *(plgpu.ACC((64, tuning.widest), jnp.float32) for _ in range(tuning.units * chains)))
+    def turn(i: Any, carry: tuple[Ring, Any, list[Any]]) -> tuple[Ring, Any, list[Any]]:
+        del i
+        ring, tiles, totals = carry
+        ring, tiles, sums = one_turn(ring, tiles)
+        return ring, tiles, [steps.add(total, each) for total, each in zip(totals, sums, strict=True)]
+
+    def one_turn(ring: Ring, tiles: Any) -> tuple[Ring, Any, list[Any]]:
+        accumulators = [plgpu.ACC((64, tuning.widest), jnp.float32)] * tuning.units
+        return pl.run_scoped(functools.partial(accumulate, ring, tiles), *accumulators)
+
+    ring = shape.ring_at(tile)
+    tiles = ring.slot * (tuning.widest // schedule.ROW_STEP)
+    if turns == 1:
+        _, _, totals = one_turn(ring, tiles)
+    else:
+        zeros = [steps.zeros(tuning.widest) for _ in range(tuning.units)]
+        _, _, totals = lax.fori_loop(0, turns, turn, (ring, tiles, zeros))
+    steps.store(warpgroup, tile, totals)
 
 
 def _promoted(shape: Geometry, steps: Any, warpgroup: Any, tile: Tile, constants: Any) -> None:

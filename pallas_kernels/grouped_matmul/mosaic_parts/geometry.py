@@ -96,8 +96,8 @@ class Geometry[Cut: Sizes]:
         return subtiles(self.tuning.k_units, self.mma)
 
     @property
-    def chains(self) -> int:
-        """Sums that a unit of bfloat16 products has, added up at the end."""
+    def turns(self) -> int:
+        """How often sums of bfloat16 products start from zero."""
         return 1
 
     @property
