@@ -196,7 +196,7 @@ class MoE(nnx.Module):
 
     def _latent(self, x_TD: Array) -> Array:
         assert self.latent_down is not None
-        return latents(x_TD, self.latent_down.get_value(), self.recipe)
+        return latents(x_TD, self.latent_down.get_value())
 
     def _experts(self, latent_TL: Array, routing: Routing) -> Array:
         """The routed experts' sums in float32 for this rank's tokens; with replicated tokens its part of them."""
@@ -211,9 +211,9 @@ class MoE(nnx.Module):
         return in_chunks(one_chunk, most, latent_TL, *routing)
 
 
-def latents(x_TD: BFloat16[Array, "t d"], latent_down: Weight, recipe: str) -> BFloat16[Array, "t l"]:
-    """What the routed experts see of tokens, `[T, D] -> [T, L]`."""
-    return dense_matmul(x_TD, latent_down, fine_sums=RECIPES[recipe].quantize is not None)
+def latents(x_TD: BFloat16[Array, "t d"], latent_down: Weight) -> BFloat16[Array, "t l"]:
+    """What the routed experts see of tokens, `[T, D] -> [T, L]`: all that they add is off by what this is off by."""
+    return dense_matmul(x_TD, latent_down, fine_sums=True)
 
 
 def _param(arrays: MoEArrays, name: str) -> nnx.Variable | None:

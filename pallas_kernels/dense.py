@@ -40,8 +40,8 @@ def dense_matmul(
             for Hopper, XLA copies it for its own product too).
         activation: `Situ(...)`, `SwiGLU()` or None. With one, the rows count gate and up, and it halves the result.
         out_format: "bf16", rounded once, or "f32".
-        fine_sums: for a result that is rounded to eight bits next, which amplifies what it is off by: "mosaic" then
-            adds up 1,024 columns at a time, as of few rows anyway; many take a little longer. Others do not change.
+        fine_sums: for a result that much depends on, as when it is rounded to eight bits next: "mosaic" then adds up
+            1,024 columns at a time, as of few rows anyway; many take a little longer. Others do not change.
         implementation: "reference" (float32 throughout), "xla", "mosaic" (Hopper), or None for the fastest that can.
 
     Returns:

@@ -28,7 +28,7 @@ def over_ranks(array: Array, mesh: Mesh) -> Array:
 def latent_rows(layer: MoE, x: Array) -> Array:
     """What travels: `[R T, D] -> [R T, L]`."""
     assert layer.latent_down is not None
-    return latents(x, layer.latent_down.get_value(), layer.recipe)
+    return latents(x, layer.latent_down.get_value())
 
 
 def dispatch_program(layer: MoE, latent: Array, routing: Routing) -> Program:

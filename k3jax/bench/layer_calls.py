@@ -118,7 +118,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing, *, all_of_them: bool)
 
     if all_of_them:
         yield stage("router", lambda layer, x: layer.route(x), layer, x)
-    yield stage("latent_down", functools.partial(latents, recipe=layer.recipe), x, latent_down.get_value())
+    yield stage("latent_down", latents, x, latent_down.get_value())
     yield stage("schedule", functools.partial(schedule_rows, groups=w13.shape[0]), routing.ids)
     schedule = made["schedule"]
     latent = made.pop("latent_down")
@@ -143,7 +143,7 @@ def stage_programs(layer: MoE, x: Array, routing: Routing, *, all_of_them: bool)
 
 def _latent(layer: MoE, x: Array) -> Array:
     assert layer.latent_down is not None
-    return latents(x, layer.latent_down.get_value(), layer.recipe)
+    return latents(x, layer.latent_down.get_value())
 
 
 def _experts(case: LayerCase) -> dict[str, Any]:
