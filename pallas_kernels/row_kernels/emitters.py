@@ -65,11 +65,7 @@ def mxfp8(vectors: int, each: int, block: Value, x: Value, values: Value, scales
     """`each` vectors a thread; four neighbouring lanes hold the 32 columns of a scale."""
     loaded = [(vector, _load(x, clamped(vector, vectors))) for vector in own_vectors(block, each)]
     for vector, pairs in loaded:
-        byte = scale_byte(largest_of_lanes(largest_magnitude(pairs), _LANES))
-        inside = less(vector, vectors)
-        _store_e4m3(inside, values, vector, pairs, byte)
-        first = arith.andi(inside, equal(both(vector, _LANES - 1), 0))
-        ptx_if(first, "st.global.u8 [$0], $1;", address(scales, right(vector, _LANES.bit_length() - 1), 1), byte)
+        store_mxfp8(less(vector, vectors), vector, pairs, values, scales)
 
 
 def dequantized_mxfp8(vectors: int, each: int, block: Value, values: Value, scales: Value, y: Value) -> None:
@@ -92,13 +88,11 @@ def fp8_token(rows: int, vectors_a_row: int, block: Value, x: Value, values: Val
     row, start, columns = _row_of_warp(rows, vectors_a_row, block)
     inside = less(row, rows)
     loaded = [_load(x, add(start, clamped(column, vectors_a_row))) for column in columns]
-    byte = scale_byte(largest_of_lanes(largest_magnitude([pair for pairs in loaded for pair in pairs]), 32))
-    byte = arith.maxsi(byte, constant(1))  # a subnormal scale would be flushed when used
+    byte = token_byte(largest_of_lanes(largest_magnitude([pair for pairs in loaded for pair in pairs]), 32))
     for column, pairs in zip(columns, loaded, strict=True):
         held = arith.andi(inside, less(column, vectors_a_row))
-        _store_e4m3(held, values, add(start, column), pairs, byte)
-    scale = arith.select(less(byte, 255), left(byte, 23), constant(0x7FC00000))
-    ptx_if(arith.andi(inside, equal(columns[0], 0)), "st.global.b32 [$0], $1;", address(scales, row, 4), scale)
+        store_e4m3(held, add(start, column), pairs, byte, values)
+    store_token_scale(arith.andi(inside, equal(columns[0], 0)), row, byte, scales)
 
 
 def normalized(rows: int, vectors_a_row: int, eps: float, block: Value, x: Value, gains: Value, y: Value) -> None:
@@ -149,7 +143,25 @@ def _load(x: Value, vector: Value) -> Sequence[Value]:
     return ptx(code, address(x, vector, 16), out=[i32()] * 4, volatile=True)
 
 
-def _store_e4m3(condition: Value, values: Value, vector: Value, pairs: Sequence[Value], byte: Value) -> None:
+def store_mxfp8(condition: Value, vector: Value, pairs: Sequence[Value], values: Value, scales: Value) -> None:
+    """A vector, of whose 32 columns the other three are with the lanes around, and by the first of the four a scale."""
+    byte = scale_byte(largest_of_lanes(largest_magnitude(pairs), _LANES))
+    store_e4m3(condition, vector, pairs, byte, values)
+    first = arith.andi(condition, equal(both(vector, _LANES - 1), 0))
+    ptx_if(first, "st.global.u8 [$0], $1;", address(scales, right(vector, _LANES.bit_length() - 1), 1), byte)
+
+
+def token_byte(magnitude: Value) -> Value:
+    """That of a token's scale, from the bits of its largest magnitude."""
+    return arith.maxsi(scale_byte(magnitude), constant(1))  # a subnormal scale would be flushed when used
+
+
+def store_token_scale(condition: Value, row: Value, byte: Value, scales: Value) -> None:
+    scale = arith.select(less(byte, 255), left(byte, 23), constant(0x7FC00000))
+    ptx_if(condition, "st.global.b32 [$0], $1;", address(scales, row, 4), scale)
+
+
+def store_e4m3(condition: Value, vector: Value, pairs: Sequence[Value], byte: Value, values: Value) -> None:
     words = encode_e4m3(pairs, byte)
     ptx_if(condition, "st.global.v2.b32 [$0], {$1, $2};", address(values, vector, VECTOR), *words)
 

@@ -34,7 +34,7 @@ def gathered(
     token, part = _divided(clamped(part, tokens * parts), parts)
     in_row = less(part, vectors_a_row)
     x, y = arrays[0], arrays[len(arrays) // 2]
-    vector = _vector_if(arith.extui(i32(), in_row), x, add(mul(token, vectors_a_row), part))
+    vector = vector_if(arith.extui(i32(), in_row), x, add(mul(token, vectors_a_row), part))
     in_scales = arith.cmpi(arith.CmpIPredicate.sge, part, constant(vectors_a_row))
     word = arith.maxsi(arith.subi(part, constant(vectors_a_row)), constant(0))
     scale = number(arrays[1], add(mul(token, words_a_row), word)) if words_a_row else None
@@ -65,7 +65,7 @@ def combined(
         factors = [arith.bitcast(f32(), number(weights, pick)) for pick in picks]
         named = [arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.sge, place, constant(0))) for place in places]
         loaded = [
-            _vector_if(is_named, rows, add(mul(place, vectors_a_row), column))
+            vector_if(is_named, rows, add(mul(place, vectors_a_row), column))
             for is_named, place in zip(named, places, strict=True)
         ]
         for place, factor, words in zip(places, factors, loaded, strict=True):
@@ -86,7 +86,7 @@ def copied(vectors: int, block: Value, x: Value, earlier: Value, y: Value) -> No
     del earlier
     (vector,) = own_vectors(block, 1)
     inside = less(vector, vectors)
-    words = _vector_if(arith.extui(i32(), inside), x, clamped(vector, vectors))
+    words = vector_if(arith.extui(i32(), inside), x, clamped(vector, vectors))
     ptx_if(inside, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address(y, vector, 16), *words)
 
 
@@ -102,7 +102,7 @@ def _in_row(array: Value, row: Value, row_bytes: int, index: Value, size: int) -
     return address(arith.addi(array, start), index, size)
 
 
-def _vector_if(condition: Value, array: Value, vector: Value) -> Sequence[Value]:
+def vector_if(condition: Value, array: Value, vector: Value) -> Sequence[Value]:
     """A vector, or zeros without reading where the condition is 0."""
     code = """{ .reg .pred wanted; .reg .b32 word<4>; setp.ne.b32 wanted, $5, 0;
 mov.b32 word0, 0; mov.b32 word1, 0; mov.b32 word2, 0; mov.b32 word3, 0;

@@ -4,6 +4,8 @@ Integers throughout, compared within a warp or a block and never across blocks, 
 of work. All lanes of a warp take the same way.
 """
 
+from collections.abc import Sequence
+
 from jaxlib.mlir import ir
 
 from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
@@ -31,7 +33,6 @@ IDS = 4  # that a thread loads at once, 16 bytes
 CHUNK = _LANES * IDS  # neighbouring slots, as a warp loads them
 _MOST_CHUNKS = 8  # that a warp asks for before it looks at the first
 TABLE_WORDS = 2 * _LANES  # two tables of a word for each warp of a block
-_SECOND_TABLE = 4 * _LANES  # bytes
 
 
 def chunks_at_once(slots: int, warps: int) -> tuple[int, int]:
@@ -68,7 +69,7 @@ def scheduled(
         """Slots and ids of one round, all asked for before the first is used."""
         first = add(start, mul(arith.index_castui(i32(), i), at_once * CHUNK))
         own_slots = [add(first, CHUNK * chunk) for chunk in range(at_once)]
-        return [(slot, _ids(ids, slot, slots)) for slot in own_slots]
+        return [(slot, loaded_ids(ids, slot, slots)) for slot in own_slots]
 
     bound = arith.constant(ir.IndexType.get(), rounds)
     only = chunks(arith.constant(ir.IndexType.get(), 0)) if rounds == 1 else None  # which registers keep
@@ -78,8 +79,8 @@ def scheduled(
         below, held = carry
         for _, words in only or chunks(i):
             for word in words:
-                below = add(below, _bit(arith.cmpi(arith.CmpIPredicate.ult, word, block)))
-                held = add(held, _bit(_is_of(word, block, groups)))
+                below = add(below, bit(arith.cmpi(arith.CmpIPredicate.ult, word, block)))
+                held = add(held, bit(_is_of(word, block, groups)))
         return below, held
 
     below, held = counted.results
@@ -98,18 +99,23 @@ def scheduled(
 
 def _over_block(below: Value, held: Value, warps: int, lane: Value, warp: Value, table: Value) -> tuple[Value, Value]:
     """The warp's first row, and the number of the block's, from what each thread counted."""
-    first = equal(lane, 0)
-    for offset, value in ((0, below), (_SECOND_TABLE, held)):
-        at = add(table, add(left(warp, 2), offset))
-        ptx_if(first, "st.shared.b32 [$0], $1;", at, agreed("add.u32", value))
-    ptx("bar.sync 0;")
-    at = add(table, left(clamped(lane, warps), 2))
-    below, held = load_shared_32(at), load_shared_32(add(at, _SECOND_TABLE))
-    below, count, before = (
-        agreed("add.u32", arith.select(less(lane, end), value, constant(0)))
-        for value, end in ((below, warps), (held, warps), (held, warp))
-    )
+    below, held = of_warps([agreed("add.u32", value) for value in (below, held)], warps, lane, warp, table)
+    earlier = arith.select(less(lane, warp), held, constant(0))
+    below, count, before = (agreed("add.u32", value) for value in (below, held, earlier))
     return add(below, before), count
+
+
+def of_warps(values: Sequence[Value], warps: int, lane: Value, warp: Value, table: Value) -> list[Value]:
+    """What each warp of the block has, `values` of its own, in the lane of its number; 0 in lanes beyond.
+
+    Each value's table has a word a lane.
+    """
+    first, other = equal(lane, 0), clamped(lane, warps)
+    for i, value in enumerate(values):
+        ptx_if(first, "st.shared.b32 [$0], $1;", add(table, add(left(warp, 2), 4 * _LANES * i)), value)
+    ptx("bar.sync 0;")
+    words = [load_shared_32(add(table, add(left(other, 2), 4 * _LANES * i))) for i in range(len(values))]
+    return [arith.select(less(lane, warps), word, constant(0)) for word in words]
 
 
 def _numbered(
@@ -137,7 +143,7 @@ def _numbered(
             ptx_if(writes, "st.global.b32 [$0], $1;", address(row, own_slot, 4), named)
             whose = arith.divui(own_slot, constant(picks))
             ptx_if(writes, "st.global.b32 [$0], $1;", address(token, at, 4), whose)
-            at = add(at, _bit(is_held))
+            at = add(at, bit(is_held))
         last = ptx("shfl.sync.idx.b32 $0, $1, 31, 31, 0xffffffff;", at, out=i32(), volatile=True)
         scf.YieldOp([last])
     with ir.InsertionPoint(branch.else_block):
@@ -145,7 +151,7 @@ def _numbered(
     return branch.results[0]
 
 
-def _ids(ids: Value, slot: Value, slots: int) -> list[Value]:
+def loaded_ids(ids: Value, slot: Value, slots: int) -> list[Value]:
     """Those of a slot, a multiple of 4, and of the next three; -1 for slots past the end, which are not read."""
     whole, rest = slots - slots % IDS, range(slots % IDS)
     load = "ld.global.nc"
@@ -164,11 +170,11 @@ def _is_of(word: Value, block: Value, groups: int) -> Value:
     return equal(arith.minui(word, constant(groups)), block)
 
 
-def _bit(condition: Value) -> Value:
+def bit(condition: Value) -> Value:
     return arith.extui(i32(), condition)
 
 
 def _ballot(condition: Value) -> Value:
     """A bit of each lane."""
     code = "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
-    return ptx(code, _bit(condition), out=i32(), volatile=True)
+    return ptx(code, bit(condition), out=i32(), volatile=True)
