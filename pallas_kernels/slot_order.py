@@ -60,5 +60,5 @@ def _compared(group: Array, groups: int) -> tuple[Array, Array]:
     mine, other = group[:, None], group[None, :]
     before = (other < mine) | ((other == mine) & (slot[None, :] < slot[:, None]))
     row = jnp.sum(before, axis=1, dtype=jnp.int32)
-    of_row = jnp.argmax(row[None, :] == slot[:, None], axis=1).astype(jnp.int32)
+    of_row = jnp.sum(jnp.where(row[None, :] == slot[:, None], slot[None, :], 0), axis=1, dtype=jnp.int32)
     return jnp.where(group < groups, row, -1), of_row

@@ -23,8 +23,9 @@ def test_slots_in_the_order_of_their_groups(tokens: int, picks: int, groups: int
 
 
 def test_no_slot_and_a_batch() -> None:
-    nothing = schedule_rows(jnp.zeros((0, 3), jnp.int32), 4)
-    assert (nothing.token.shape, nothing.row.shape, nothing.group_sizes.tolist()) == ((0,), (0, 3), [0] * 4)
+    for implementation in (None, "reference"):
+        nothing = schedule_rows(jnp.zeros((0, 3), jnp.int32), 4, implementation=implementation)
+        assert (nothing.token.shape, nothing.row.shape, nothing.group_sizes.tolist()) == ((0,), (0, 3), [0] * 4)
     ids = jnp.asarray([[[2, 0], [1, 2]], [[-1, 0], [0, 0]]], jnp.int32)
     batch = jax.vmap(lambda ids: schedule_rows(ids, 3))(ids)
     np.testing.assert_array_equal(batch.row, [[[2, 0], [1, 3]], [[-1, 0], [1, 2]]])
