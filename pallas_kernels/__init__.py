@@ -16,6 +16,7 @@ from pallas_kernels.mxfp8 import MXFP8Array, TokenScaledArray, quantize_fp8_toke
 from pallas_kernels.nvfp4 import dequantize_nvfp4
 from pallas_kernels.ordering import after
 from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.row_spread import spread_rows
 from pallas_kernels.select import Explanation, explain
 from pallas_kernels.situ import Activation, Situ, SwiGLU, situ_and_mul, swiglu_and_mul
 from pallas_kernels.slot_order import RowSchedule, schedule_rows
@@ -51,6 +52,7 @@ __all__ = [
     "rms_norm",
     "schedule_rows",
     "situ_and_mul",
+    "spread_rows",
     "stable_top_k",
     "swiglu_and_mul",
     "to_kernel_layout",

@@ -28,6 +28,7 @@ _FASTEST_FIRST = {
     "stable_top_k": ("mosaic", "xla", "triton", "reference"),
     "top_k_weights": ("mosaic", "xla", "reference"),
     "schedule_rows": ("mosaic", "xla", "triton", "reference"),
+    "spread_rows": ("mosaic", "xla", "reference"),
     "gather_rows": ("mosaic", "triton", "xla", "reference"),
     "combine_rows": ("mosaic", "xla", "triton", "reference"),
     "after": ("mosaic", "xla", "reference"),
@@ -72,6 +73,7 @@ def explain(
     w: Any = None,
     activation: Any = None,
     groups: int | None = None,
+    ids: Any = None,
 ) -> Explanation:
     """The implementation that `op` would run when called with `implementation`, and why each other one would not.
 
@@ -79,6 +81,8 @@ def explain(
     the layout that each implementation wants, which loading a layer gives them. "dense_matmul" has the same three;
     without them the answer is for bfloat16. The other ops have one operand, `x`; without it the answer is for bfloat16
     rows, or for few scores or slots. "schedule_rows" has `groups` too; without them the answer is for few.
+    "spread_rows" has `groups` and `ids` too; without its operands the answer is for few slots, and of "xla" it tells
+    nothing of the ops that it is made of.
 
     Raises:
         ValueError: no such op, or no such implementation.
@@ -88,7 +92,7 @@ def explain(
         raise ValueError(f"op={op!r} is not one of {', '.join(_FASTEST_FIRST)}")
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}, nor None")
-    reasons = {name: _why_not(op, name, x, w, activation, groups) for name in IMPLEMENTATIONS}
+    reasons = {name: _why_not(op, name, x, w, activation, groups, ids) for name in IMPLEMENTATIONS}
     able = [name for name in _FASTEST_FIRST[op] if reasons[name] is None]
     if implementation is not None and implementation not in able:
         raise NotImplementedError(
@@ -155,7 +159,7 @@ def _recipe(x: Any, w: Any) -> str | None:
     return "w4a8" if isinstance(x, MXFP8Array) else "w4a8_fp8" if isinstance(x, TokenScaledArray) else "w4a16"
 
 
-def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | None) -> str | None:
+def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | None, ids: Any) -> str | None:
     if name not in _FASTEST_FIRST[op]:
         return f"{op} has no such kernel"
     recipe = _recipe(x, w) if op == "grouped_matmul" else "bf16" if op == "dense_matmul" else None
@@ -174,6 +178,8 @@ def _why_not(op: str, name: str, x: Any, w: Any, activation: Any, groups: int | 
 
         if x is None or name not in GPU_KERNELS:
             return None
+        if op == "spread_rows":
+            return None if ids is None else row_kernels.spreads().why_not(x, ids, groups)
         if op in row_kernels.ORDERS:
             kernels = row_kernels.orders(op, name)
             return kernels.why_not(x) if name == "triton" else kernels.why_not(op, x, groups)

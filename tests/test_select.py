@@ -1,6 +1,7 @@
 """A named implementation runs or raises, None always works, and the choice is visible."""
 
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,27 @@ def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.Mo
             explained = explain(op, x=scores)
             assert explained.chosen == "xla"
             assert reason in explained.others["mosaic"]
+
+
+def test_on_hopper_few_slots_are_ordered_and_spread_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
+    few, many = (jax.ShapeDtypeStruct((tokens, 16), jnp.int32) for tokens in (64, 65))
+    x, wide = (jax.ShapeDtypeStruct((64, columns), jnp.bfloat16) for columns in (3584, 8224))
+    taken: dict[str, Any] = {"x": x, "ids": few, "groups": 896}
+    for explained in (explain("spread_rows"), explain("spread_rows", **taken)):
+        assert explained.chosen == "mosaic"
+        assert explained.others["triton"] == "spread_rows has no such kernel"
+    for changed, reason in (
+        ({"ids": many}, "1040 slots are more than the 1024"),
+        ({"groups": 0}, "no group"),
+        ({"groups": 1 << 15}, "more than 33554432 comparisons"),
+        ({"x": jax.ShapeDtypeStruct((64, 3584), jnp.float32)}, "x is float32"),
+        ({"x": jax.ShapeDtypeStruct((64, 3592), jnp.bfloat16)}, "rows of a multiple of 32"),
+        ({"x": wide}, "up to 8192"),
+    ):
+        explained = explain("spread_rows", **{**taken, **changed})
+        assert explained.chosen == "xla"
+        assert reason in explained.others["mosaic"]
 
 
 def test_on_hopper_bfloat16_weights_get_mosaic_only_where_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

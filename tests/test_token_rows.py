@@ -17,9 +17,11 @@ from pallas_kernels import (
     quantize_mxfp8,
     schedule_rows,
     select,
+    spread_rows,
 )
 
 PLAIN = ("reference", "xla")
+FORMATS: dict[str, Any] = {"bf16": lambda x: x, "mxfp8": quantize_mxfp8, "fp8_token": quantize_fp8_token}
 rng = np.random.default_rng(0)
 
 
@@ -86,16 +88,33 @@ def test_a_batch_and_nothing_at_all() -> None:
     assert not combine_rows(rows, jnp.full((2, 3), -1), jnp.ones((2, 3))).any()
 
 
-@pytest.mark.parametrize("quantize", [None, quantize_mxfp8, quantize_fp8_token])
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("implementation", PLAIN)
-def test_rows_are_their_tokens_with_their_scales(implementation: str, quantize: Any) -> None:
-    ids = jnp.asarray([[2, 0], [-1, 1], [0, 2]], jnp.int32)
-    tokens = jnp.asarray(rng.standard_normal((3, 64)), jnp.bfloat16)
-    x = tokens if quantize is None else quantize(tokens)
-    rows = gather_rows(x, schedule_rows(ids, 3), implementation=implementation)
-    jax.tree.map(lambda row, token: assert_same_bits(row[:5], token[np.array([0, 2, 1, 0, 2])]), rows, x)
+def test_rows_are_their_tokens_with_their_scales(implementation: str, form: str) -> None:
+    """Gathered from quantised tokens, and spread out and quantised as one op; of ids of no group and twice of one."""
+    ids = jnp.asarray([[2, 0], [-1, 1], [0, 2], [3, -7], [2, 2]], jnp.int32)
+    of_rows = np.array([0, 2, 1, 0, 2, 4, 4])
+    tokens = jnp.asarray(rng.standard_normal((5, 64)), jnp.bfloat16)
+    x = FORMATS[form](tokens)
+    gathered = gather_rows(x, schedule_rows(ids, 3), implementation=implementation)
+    schedule, spread = spread_rows(tokens, ids, 3, out_format=form, implementation=implementation)
+    np.testing.assert_array_equal(schedule.group_sizes, [2, 1, 4])
+    np.testing.assert_array_equal(schedule.row, [[3, 0], [-1, 2], [1, 4], [-1, -1], [5, 6]])
+    np.testing.assert_array_equal(schedule.token, [*of_rows, 1, 3, 3])
+    for rows in (gathered, spread):
+        jax.tree.map(lambda row, token: assert_same_bits(row[:7], token[of_rows]), rows, x)
     none = gather_rows(x, schedule_rows(ids[:, :0], 3), implementation=implementation)
-    assert none.shape == (0, 64)
+    _, no_token = spread_rows(tokens[:0], ids[:0], 3, out_format=form, implementation=implementation)
+    assert none.shape == no_token.shape == (0, 64)
+
+
+def test_tokens_spread_out_in_a_batch_and_in_formats_that_exist() -> None:
+    ids, tokens = jnp.asarray([[[1, 0]], [[-1, 0]]], jnp.int32), jnp.ones((1, 32), jnp.bfloat16)
+    schedule, rows = jax.vmap(lambda ids: spread_rows(tokens, ids, 2))(ids)
+    np.testing.assert_array_equal(schedule.row, [[[1, 0]], [[-1, 0]]])
+    assert rows.shape == (2, 2, 32)
+    with pytest.raises(ValueError, match="out_format='f32' is not one of bf16, mxfp8, fp8_token"):
+        spread_rows(tokens, ids[0], 2, out_format="f32")
 
 
 @pytest.mark.parametrize("op", ["gather_rows", "combine_rows"])

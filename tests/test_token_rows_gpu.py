@@ -1,5 +1,6 @@
 """The kernels that gather rows and add them up, on a GPU. Run with `pytest -m gpu` where JAX sees one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -8,7 +9,15 @@ import numpy as np
 import pytest
 from numerics import assert_same_bits
 
-from pallas_kernels import after, combine_rows, gather_rows, quantize_fp8_token, quantize_mxfp8, schedule_rows
+from pallas_kernels import (
+    after,
+    combine_rows,
+    gather_rows,
+    quantize_fp8_token,
+    quantize_mxfp8,
+    schedule_rows,
+    spread_rows,
+)
 
 pytestmark = pytest.mark.gpu
 KERNELS = ("mosaic", "triton")
@@ -81,6 +90,29 @@ def test_slots_sorted_in_one_kernel(kernel: str, tokens: int, picks: int, groups
         other = schedule_rows(given, groups, implementation="xla")
         for _ in range(5):
             jax.tree.map(assert_same_bits, schedule_rows(given, groups, implementation=kernel), other)
+
+
+@pytest.mark.parametrize("groups", [112, 896])
+@pytest.mark.parametrize("tokens", [1, 8, 64])
+@pytest.mark.parametrize("form", ["bf16", "mxfp8", "fp8_token"])
+def test_a_few_slots_are_spread_out_as_by_one_op_after_the_other(form: str, tokens: int, groups: int) -> None:
+    """Picked at random, masked in part, all of one group and all of none; NaNs, infinities and zeros among tokens."""
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    x = jax.random.normal(keys[0], (tokens, 3584)) * 2.0 ** jax.random.randint(keys[1], (tokens, 1), -40, 40)
+    special = jnp.asarray([jnp.nan, jnp.inf, 0.0])[: tokens // 2]
+    x = x.at[: len(special), 7].set(special).at[tokens // 2, 32:].set(0).astype(jnp.bfloat16)
+    ids = jax.random.randint(keys[2], (tokens, 16), -groups // 8, groups)
+    spread, other = (
+        jax.jit(functools.partial(spread_rows, groups=groups, out_format=form, implementation=name))
+        for name in ("mosaic", "xla")
+    )
+    for given in (ids, jnp.maximum(ids, 0), jnp.full_like(ids, groups - 1), jnp.full_like(ids, -1)):
+        schedule, rows = other(x, given)
+        held = int(schedule.group_sizes.sum())
+        for _ in range(5):
+            mine = spread(x, given)
+            jax.tree.map(assert_same_bits, mine[0], schedule)
+            jax.tree.map(lambda a, b: assert_same_bits(a[:held], b[:held]), mine[1], rows)  # noqa: B023
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -29,6 +29,13 @@ def moves(implementation: str) -> Any:
     return triton_moves
 
 
+def spreads() -> Any:
+    """The module of the one kernel of `spread_rows`, imported like the others."""
+    from pallas_kernels.row_kernels import mosaic_spread
+
+    return mosaic_spread
+
+
 def orders(op: str, implementation: str) -> Any:
     """The module of the kernel of an op of `ORDERS`, imported like the others."""
     if implementation == "mosaic":

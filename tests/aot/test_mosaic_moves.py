@@ -12,7 +12,7 @@ from compiled_mosaic import Target
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import MXFP8Array, TokenScaledArray
-from pallas_kernels.row_kernels import mosaic_moves
+from pallas_kernels.row_kernels import mosaic_moves, mosaic_spread
 
 WIDE, NUMBER = "ld.global.nc.L1::no_allocate.v4.b32", "ld.global.nc.b32"
 
@@ -48,6 +48,18 @@ def test_a_token_is_read_once_and_written_to_each_of_its_rows(
     assert sorted(re.findall(r"ld\.global\S*", ptx)) == [WIDE] + [NUMBER] * (16 + len(scales))
     assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == 16
     assert len(re.findall(r"st\.global\S*", ptx)) == 16 * (1 + len(scales))
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_token"])
+def test_a_token_is_asked_for_before_ids_are_counted(
+    form: str, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    operands = ((64, 3584), jnp.bfloat16), ((64, 16), jnp.int32)
+    ptx = ptx_of(lambda x, ids: mosaic_spread.spread_rows(x, ids, 896, form), operands, target, tmp_path)
+    assert re.findall(r"ld\.global\S*", ptx) == [WIDE, WIDE, NUMBER, "ld.global.nc.v4.b32"]
+    assert ptx.rindex("ld.global") < ptx.index("redux.sync")
+    assert not re.search(r"\b(atom|red)\.", ptx), "nothing depends on the order of blocks"
 
 
 @pytest.mark.parametrize(("tokens", "slots"), [(8, 16), (8192, 16), (64, 20)])

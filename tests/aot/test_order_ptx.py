@@ -13,8 +13,8 @@ from interpreted_mosaic import compiled
 from norm_truth import require_normed
 from numpy.typing import NDArray
 
-from pallas_kernels import MXFP8Array, TokenScaledArray
-from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders, mosaic_rows
+from pallas_kernels import MXFP8Array, TokenScaledArray, spread_rows
+from pallas_kernels.row_kernels import mosaic_moves, mosaic_orders, mosaic_rows, mosaic_spread
 
 SPECIAL = np.array([np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3e38, -3e38, 1.0, -1.0], np.float32)
 LEAST, MOST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
@@ -84,6 +84,44 @@ def test_slots_are_in_the_order_of_a_stable_sort(
         np.testing.assert_array_equal(token, order // picks)
         np.testing.assert_array_equal(row.reshape(-1), np.where(group < groups, np.argsort(order), -1))
         np.testing.assert_array_equal(sizes, np.bincount(group, minlength=groups + 1)[:groups])
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "picks", "groups", "columns"),
+    [("bf16", 1, 16, 3, 96), ("mxfp8", 5, 3, 33, 2176), ("fp8_token", 43, 7, 5, 2080)],
+)
+def test_a_few_slots_are_spread_out_as_by_one_op_after_the_other(
+    form: str,
+    tokens: int,
+    picks: int,
+    groups: int,
+    columns: int,
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of ids of any kind, of one group's only and of none's; rows of any bits, of numbers and of zeros."""
+    rng = np.random.default_rng(tokens)
+    ids = rng.integers(-1, groups + 1, (tokens, picks), np.int32)
+    x = rng.integers(0, 1 << 16, (tokens, columns), np.uint16).view(jnp.bfloat16)
+    x[::2] = rng.standard_normal(x[::2].shape)
+    x[1::5] = 0
+    spread = functools.partial(mosaic_spread.spread_rows, groups=groups, out_format=form)
+    kernel = compiled(lambda ids, x: spread(x, ids), [ids, x], target, tmp_path, monkeypatch)
+    for given in (ids, np.full_like(ids, groups - 1), np.full_like(ids, -1), np.full_like(ids, LEAST)):
+        results = kernel.words(given, x)
+        expected = jax.tree.leaves(
+            spread_rows(jnp.asarray(x), jnp.asarray(given), groups, out_format=form, implementation="reference")
+        )
+        held = int(expected[2].sum())
+        for name, result, leaf in zip(("token", "row", "sizes", "values", "scales"), results, expected, strict=False):
+            shape, rows = (leaf.shape[0], -1), held if name in ("values", "scales") else leaf.shape[0]
+            written, bits, truth = (
+                array.view(np.uint8).reshape(shape) for array in (result.written, result.words, np.asarray(leaf))
+            )
+            assert written[:rows].all(), name
+            assert not written[rows:].any(), name
+            np.testing.assert_array_equal(bits[:rows], truth[:rows], name)
 
 
 def positions_of(tokens: int, slots: int, rows: int) -> NDArray[Any]:
