@@ -21,7 +21,6 @@ from k3jax.experts import RECIPES, HowToMultiply, Mlp, Weights
 from k3jax.row_order import spread
 from pallas_kernels import (
     KernelWeights,
-    RowSchedule,
     from_kernel_layout,
     grouped_matmul,
     low_rank_matmul,
@@ -94,19 +93,20 @@ class ExpertAdapters(nnx.Module):
 
 def adapted_expert_mlp(
     latent_TL: BFloat16[Array, "t l"],
-    schedule: RowSchedule,
+    ids: Int[Array, "t x"],
     w13: Weights,
     w2: Weights,
     how: HowToMultiply,
     *,
     adapters: AdapterArrays,
-) -> Float[Array, "s l"]:
+) -> tuple[Float[Array, "s l"], Int[Array, "t x"]]:
     """`expert_mlp` with what adapters add before each rounding; they see rows that no recipe has quantised."""
-    rows_SL, group_sizes = spread(latent_TL, schedule), schedule.group_sizes
+    schedule, rows_SL = spread(latent_TL, ids, w13.shape[0])
+    group_sizes = schedule.group_sizes
     gate_up = _product(rows_SL, w13, group_sizes, how) + adapters.of_rows(rows_SL, group_sizes)
     hidden_SF = apply_activation(how.activation, to_bfloat16(gate_up))
     sums = _product(hidden_SF, w2, group_sizes, how) + adapters.of_hidden(hidden_SF, group_sizes)
-    return sums if how.sums_format == "f32" else to_bfloat16(sums)
+    return (sums if how.sums_format == "f32" else to_bfloat16(sums)), schedule.row
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

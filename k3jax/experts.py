@@ -1,6 +1,6 @@
 """The routed experts: rows sorted by expert, two grouped GEMMs, and the weighted sum back to tokens.
 
-rows   [S, L]  one a (token, slot), sorted by expert; S = T * X, masked slots last; quantised before, token by token
+rows   [S, L]  one a (token, slot), sorted by expert; S = T * X, masked slots last; quantised as its token is
 hidden [S, F]  grouped_matmul(rows, w13, activation)
 rows   [S, L]  grouped_matmul(hidden, w2)
 latent [T, L]  sum over a token's slots of weight * row, in float32, in slot order
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, Int
 
 from k3jax.routing import Routing
 from k3jax.row_order import spread
@@ -23,15 +23,13 @@ from pallas_kernels import (
     KernelWeights,
     MXFP4Array,
     MXFP8Array,
-    RowSchedule,
     TokenScaledArray,
     combine_rows,
     from_kernel_layout,
-    gather_rows,
     grouped_matmul,
     quantize_fp8_token,
     quantize_mxfp8,
-    schedule_rows,
+    spread_rows,
 )
 from sharding import Ranks
 
@@ -40,18 +38,19 @@ Weights = Array | MXFP4Array | KernelWeights
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How the experts' numbers are kept: `packed` weights stay MXFP4, `quantize` treats the rows before each GEMM."""
+    """How the experts' numbers are kept: `packed` weights stay MXFP4; rows are in `row_format` before each GEMM, which
+    `quantize` brings them into."""
 
     packed: bool
     quantize: Callable[[Array], MXFP8Array | TokenScaledArray] | None
-    hidden_format: str
+    row_format: str
 
 
 RECIPES = {
-    "bf16": Recipe(packed=False, quantize=None, hidden_format="bf16"),
-    "w4a16": Recipe(packed=True, quantize=None, hidden_format="bf16"),
-    "w4a8": Recipe(packed=True, quantize=quantize_mxfp8, hidden_format="mxfp8"),
-    "w4a8_fp8": Recipe(packed=True, quantize=quantize_fp8_token, hidden_format="fp8_token"),
+    "bf16": Recipe(packed=False, quantize=None, row_format="bf16"),
+    "w4a16": Recipe(packed=True, quantize=None, row_format="bf16"),
+    "w4a8": Recipe(packed=True, quantize=quantize_mxfp8, row_format="mxfp8"),
+    "w4a8_fp8": Recipe(packed=True, quantize=quantize_fp8_token, row_format="fp8_token"),
 }
 
 
@@ -73,7 +72,7 @@ class HowToMultiply:
         """Of the rows between the GEMMs. A scale a token needs the whole token, which a part of F is not."""
         if self.ranks.splits_width and self.recipe == "w4a8_fp8":
             return "bf16"
-        return RECIPES[self.recipe].hidden_format
+        return RECIPES[self.recipe].row_format
 
     @property
     def sums_format(self) -> Literal["bf16", "f32"]:
@@ -81,8 +80,8 @@ class HowToMultiply:
         return "f32" if self.ranks.splits_width else "bf16"
 
 
-Mlp = Callable[[Array, RowSchedule, Weights, Weights, HowToMultiply], Array]
-"""Tokens `[T, L]`, the order of their rows, w13 and w2 to rows `[S, L]`."""
+Mlp = Callable[[Array, Array, Weights, Weights, HowToMultiply], tuple[Array, Array]]
+"""Tokens `[T, L]`, their experts' ids `[T, X]`, w13 and w2 to rows `[S, L]`, and which row each slot's is, `[T, X]`."""
 
 
 def routed_experts(
@@ -99,9 +98,8 @@ def routed_experts(
     contributes nothing; an id that a token names twice counts twice. No row is ever dropped. `mlp` is what is computed
     of each token's rows, `expert_mlp` by default.
     """
-    schedule = schedule_rows(routing.ids, w13.shape[0])
-    rows_SL = (mlp or expert_mlp)(latent_TL, schedule, w13, w2, how)
-    return combine_rows(rows_SL, schedule.row, routing.weights)
+    rows_SL, positions = (mlp or expert_mlp)(latent_TL, routing.ids, w13, w2, how)
+    return combine_rows(rows_SL, positions, routing.weights)
 
 
 def gate_and_up_rows(w13: Weights) -> Weights:
@@ -118,60 +116,50 @@ def gate_and_up_rows(w13: Weights) -> Weights:
 
 
 def expert_mlp(
-    latent_TL: BFloat16[Array, "t l"], schedule: RowSchedule, w13: Weights, w2: Weights, how: HowToMultiply
-) -> Float[Array, "s l"]:
-    """`w2 @ activation(w13 @ row)` of each row's expert, `[T, L] -> [S, L]`, with the recipe's quantised activations.
+    latent_TL: BFloat16[Array, "t l"], ids: Int[Array, "t x"], w13: Weights, w2: Weights, how: HowToMultiply
+) -> tuple[Float[Array, "s l"], Int[Array, "t x"]]:
+    """`w2 @ activation(w13 @ row)` of each row's expert, `[T, L] -> [S, L]`, with the recipe's quantised activations;
+    and the row of each slot, -1 where it has none.
 
-    bfloat16, or where F is split a part of a sum in float32, to be rounded after it. Tokens are quantised before they
-    are spread out to rows. The gradient passes straight through the quantisers: it is that of the same chain without.
+    bfloat16, or where F is split a part of a sum in float32, to be rounded after it. A row is quantised as its token
+    is. The gradient passes straight through the quantisers: it is that of the same chain without.
     """
-    if RECIPES[how.recipe].quantize is None:
-        return _plain_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
-    return _quantized_mlp(latent_TL, schedule, w13, w2, how)
+    return (_plain_mlp if RECIPES[how.recipe].quantize is None else _quantized_mlp)(latent_TL, ids, w13, w2, how)
 
 
-def _plain_mlp(rows_SL: Array, w13: Weights, w2: Weights, group_sizes: Array, how: HowToMultiply) -> Array:
-    hidden_SF = grouped_matmul(rows_SL, w13, group_sizes, activation=how.activation, implementation=how.implementation)
-    return grouped_matmul(hidden_SF, w2, group_sizes, out_format=how.sums_format, implementation=how.implementation)
+def _plain_mlp(latent_TL: Array, ids: Array, w13: Weights, w2: Weights, how: HowToMultiply) -> tuple[Array, Array]:
+    schedule, rows_SL = spread(latent_TL, ids, w13.shape[0])
+    product = functools.partial(grouped_matmul, group_sizes=schedule.group_sizes, implementation=how.implementation)
+    hidden_SF = product(rows_SL, w13, activation=how.activation)
+    return product(hidden_SF, w2, out_format=how.sums_format), schedule.row
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _quantized_mlp(latent_TL: Array, schedule: RowSchedule, w13: Weights, w2: Weights, how: HowToMultiply) -> Array:
-    quantize = RECIPES[how.recipe].quantize
-    assert quantize is not None
-    hidden_SF = grouped_matmul(
-        gather_rows(quantize(latent_TL), schedule),
-        w13,
-        schedule.group_sizes,
-        activation=how.activation,
-        out_format=how.hidden_format,
-        implementation=how.implementation,
-    )
+def _quantized_mlp(latent_TL: Array, ids: Array, w13: Weights, w2: Weights, how: HowToMultiply) -> tuple[Array, Array]:
+    schedule, rows_SL = spread_rows(latent_TL, ids, w13.shape[0], out_format=RECIPES[how.recipe].row_format)
+    product = functools.partial(grouped_matmul, group_sizes=schedule.group_sizes, implementation=how.implementation)
+    hidden_SF = product(rows_SL, w13, activation=how.activation, out_format=how.hidden_format)
     if isinstance(hidden_SF, jax.Array):
         amax = how.ranks.widest(jnp.max(jnp.abs(hidden_SF), axis=-1, keepdims=True))
         hidden_SF = quantize_fp8_token(hidden_SF, amax=amax)
-    return grouped_matmul(
-        hidden_SF, w2, schedule.group_sizes, out_format=how.sums_format, implementation=how.implementation
-    )
+    return product(hidden_SF, w2, out_format=how.sums_format), schedule.row
 
 
-def _quantized_mlp_forward(*arguments: Any) -> tuple[Array, tuple[Any, ...]]:
+def _quantized_mlp_forward(*arguments: Any) -> tuple[tuple[Array, Array], tuple[Any, ...]]:
     return _quantized_mlp(*arguments), arguments[:4]
 
 
 def _quantized_mlp_backward(
-    how: HowToMultiply, residuals: tuple[Any, ...], d_rows: Array
+    how: HowToMultiply, residuals: tuple[Any, ...], d_results: tuple[Array, Any]
 ) -> tuple[Array, None, None, None]:
-    latent_TL, schedule, w13, w2 = residuals
+    latent_TL, ids, w13, w2 = residuals
     if isinstance(w13, KernelWeights) or isinstance(w2, KernelWeights):
         # Laid out for quantised rows, which the straight-through chain does not have.
         w13, w2 = (from_kernel_layout(w) if isinstance(w, KernelWeights) else w for w in (w13, w2))
         how = dataclasses.replace(how, implementation=None)
 
-    def plain(latent_TL: Array) -> Array:
-        return _plain_mlp(spread(latent_TL, schedule), w13, w2, schedule.group_sizes, how)
-
-    (d_latent,) = jax.vjp(plain, latent_TL)[1](d_rows)
+    _, pullback, _ = jax.vjp(lambda latent_TL: _plain_mlp(latent_TL, ids, w13, w2, how), latent_TL, has_aux=True)
+    (d_latent,) = pullback(d_results[0])
     return d_latent, None, None, None
 
 

@@ -107,4 +107,4 @@ def _quantized(
     from_bf16 = stopwatch.time(product(x=rows, quantize=True)).us
     if not case.gated:
         return from_bf16, None
-    return from_bf16, stopwatch.time(product(x=x, out_format=recipe.hidden_format)).us
+    return from_bf16, stopwatch.time(product(x=x, out_format=recipe.row_format)).us
