@@ -33,7 +33,7 @@ def spread_rows(
     Args:
         x: bfloat16 `[T, L]`. ids: int32 `[T, X]`; slots whose id is none of `range(groups)` (-1) belong to no group.
         out_format: "bf16", "mxfp8" (an MXFP8Array) or "fp8_token" (a TokenScaledArray).
-        implementation: "reference" or "xla" (these ops, each so), "mosaic" (Hopper and Blackwell: one kernel for 1,024
+        implementation: "reference" or "xla" (these ops, each so), "mosaic" (Hopper and Blackwell: one kernel for 2,048
             slots at most), or None for that kernel where it can, and otherwise each op in the fastest way that can.
 
     Raises:

@@ -108,14 +108,14 @@ def test_on_hopper_orders_get_the_kernel_up_to_its_limits(monkeypatch: pytest.Mo
 
 def test_on_hopper_few_slots_are_ordered_and_spread_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
-    few, many = (jax.ShapeDtypeStruct((tokens, 16), jnp.int32) for tokens in (64, 65))
+    few, many = (jax.ShapeDtypeStruct((tokens, 16), jnp.int32) for tokens in (128, 129))
     x, wide = (jax.ShapeDtypeStruct((64, columns), jnp.bfloat16) for columns in (3584, 8224))
     taken: dict[str, Any] = {"x": x, "ids": few, "groups": 896}
     for explained in (explain("spread_rows"), explain("spread_rows", **taken)):
         assert explained.chosen == "mosaic"
         assert explained.others["triton"] == "spread_rows has no such kernel"
     for changed, reason in (
-        ({"ids": many}, "1040 slots are more than the 1024"),
+        ({"ids": many}, "2064 slots are more than the 2048"),
         ({"groups": 0}, "no group"),
         ({"groups": 1 << 15}, "more than 33554432 comparisons"),
         ({"x": jax.ShapeDtypeStruct((64, 3584), jnp.float32)}, "x is float32"),
