@@ -127,11 +127,12 @@ class MoE(nnx.Module):
         y = stages["expert_sum"] = to_bfloat16(sums)
         if self.latent_norm is not None:
             y = stages["normed_latent"] = rms_norm(sums, self.latent_norm[...], eps=self.config.rms_norm_eps)
-        if self.latent_up is not None:
-            y = dense_matmul(y, self.latent_up.get_value())
         if shared is not None:
-            stages["shared"] = to_bfloat16(shared)
-            y = to_bfloat16(y.astype(jnp.float32) + stages["shared"].astype(jnp.float32))
+            shared = stages["shared"] = to_bfloat16(shared)
+        if self.latent_up is not None:
+            y = dense_matmul(y, self.latent_up.get_value(), addend=shared)
+        elif shared is not None:
+            y = to_bfloat16(y.astype(jnp.float32) + shared.astype(jnp.float32))
         stages["output"] = y.astype(dtype)
         return stages
 

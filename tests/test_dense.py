@@ -14,6 +14,7 @@ from numerics import KERNEL_TOLERANCES, as_float64, assert_close, assert_same_bi
 from k3jax.moe import latents
 from pallas_kernels import Activation, Situ, SwiGLU, dense_matmul, quantize_fp8_block, select
 from pallas_kernels.grouped_matmul import mosaic_hopper_dense
+from pallas_kernels.rounding import to_bfloat16
 
 KIMI = Situ(4.0, 25.0)
 ROWS, LEAD, N, K = 10, 2, 24, 192
@@ -26,6 +27,10 @@ def operands(seed: int = 0) -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(seed)
     w = rng.standard_normal((LEAD, N, K)) * K**-0.5
     return jnp.asarray(rng.standard_normal((ROWS, K)), jnp.bfloat16), jnp.asarray(w, jnp.bfloat16)
+
+
+def addend(rows: int = ROWS) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(rows).standard_normal((rows, LEAD * N)), jnp.bfloat16)
 
 
 def truth(x: jax.Array, w: np.ndarray, activation: Activation | None) -> np.ndarray:
@@ -45,6 +50,18 @@ def test_every_implementation_against_float64(activation: Activation | None, imp
     assert relative_l2(sums, expected) < (1e-6 if activation is None else 2e-4)  # gate and up round otherwise
 
 
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_an_addend_joins_the_rounded_product(implementation: str) -> None:
+    """In float32, and the sum is rounded again."""
+    x, w = operands()
+    product = functools.partial(dense_matmul, implementation=implementation)
+    found = product(x, w, addend=addend())
+    expected = as_float64(product(x, w)).astype(np.float32) + as_float64(addend()).astype(np.float32)
+    assert_same_bits(found, expected.astype(jnp.bfloat16))
+    assert (found != to_bfloat16(product(x, w, out_format="f32") + addend().astype(jnp.float32))).any()
+    assert product(x[:0], w, addend=addend()[:0]).shape == (0, LEAD * N)
+
+
 def test_fp8_weights_are_what_they_decode_to() -> None:
     x, w = operands()
     quantised = quantize_fp8_block(w)
@@ -59,6 +76,25 @@ def test_fp8_weights_are_what_they_decode_to() -> None:
         ((3, 64), (64,), {}, "must be"),
         ((3, 64), (5, 64), {"activation": KIMI}, r"w \(5, 64\) must have an even N"),
         ((3, 64), (4, 64), {"out_format": "mxfp8"}, "out_format='mxfp8' is not one of bf16, f32"),
+        (
+            (3, 64),
+            (4, 64),
+            {"addend": jnp.ones((3, 2), jnp.bfloat16)},
+            r"addend bfloat16\(3, 2\) must be bfloat16 \(3, 4\)",
+        ),
+        ((3, 64), (4, 64), {"addend": jnp.ones((3, 4))}, r"addend float32\(3, 4\) must be bfloat16 \(3, 4\)"),
+        (
+            (3, 64),
+            (4, 64),
+            {"addend": jnp.ones((3, 4), jnp.bfloat16), "out_format": "f32"},
+            "an addend goes with neither .* nor out_format='f32'",
+        ),
+        (
+            (3, 64),
+            (4, 64),
+            {"addend": jnp.ones((3, 2), jnp.bfloat16), "activation": KIMI},
+            "an addend goes with neither activation=Situ",
+        ),
         ((3, 64), (4, 64), {"implementation": "cublas"}, "implementation='cublas' is not one of"),
     ],
 )
@@ -72,17 +108,20 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A CPU that claims Mosaic's kernel, for which NumPy stands in; the shapes of the rows that it was traced with."""
     traced: list[tuple[int, ...]] = []
 
-    def stand_in(x: Any, w: Any, group_sizes: Any, *, activation: Any, out_format: str, fine_sums: bool) -> Any:
+    def stand_in(
+        x: Any, w: Any, group_sizes: Any, *, activation: Any, addend: Any, out_format: str, fine_sums: bool
+    ) -> Any:
         assert w.shape == (1, LEAD * N, K)
         assert not fine_sums
         traced.append(x.shape)
         width = LEAD * N // (2 if activation else 1)
         result = jax.ShapeDtypeStruct((x.shape[0], width), jnp.float32 if out_format == "f32" else jnp.bfloat16)
 
-        def multiply(x: Any, w: Any, sizes: Any) -> np.ndarray:
-            return grouped_product(as_float64(x), as_float64(w), np.asarray(sizes), activation).astype(result.dtype)
+        def multiply(x: Any, w: Any, sizes: Any, *addend: Any) -> np.ndarray:
+            y = grouped_product(as_float64(x), as_float64(w), np.asarray(sizes), activation).astype(result.dtype)
+            return (as_float64(y) + as_float64(addend[0])).astype(result.dtype) if addend else y
 
-        return jax.pure_callback(multiply, result, x, w, group_sizes)
+        return jax.pure_callback(multiply, result, x, w, group_sizes, *(() if addend is None else (addend,)))
 
     monkeypatch.setattr(select, "why_not_on_gpu", lambda name, _: None if name == "mosaic" else "absent")
     monkeypatch.setattr(mosaic_hopper_dense, "grouped_matmul", stand_in)
@@ -134,6 +173,37 @@ def test_vmap_over_rows_is_one_product_of_all_and_over_weights_one_by_one(kernel
             assert_same_bits(found[index], product(x, others[index]))
     slopes = jax.vmap(jax.grad(lambda x: jnp.sum(product(x, w).astype(jnp.float32))))(x[:, None])
     assert slopes.shape == (ROWS, 1, K)
+
+
+def test_behind_the_kernel_an_addend_has_a_gradient_and_rows_as_x_has(kernel: list[tuple[int, ...]]) -> None:
+    x, w = operands()
+    added = addend()
+
+    def pullback(implementation: str) -> Any:
+        product = functools.partial(dense_matmul, implementation=implementation)
+        return jax.vjp(lambda x, w, addend: product(x, w, addend=addend), x, w, added)[1]
+
+    dy = addend(ROWS + 1)[1:]
+    ours, theirs, alone = pullback("mosaic")(dy), pullback("xla")(dy), jax.vjp(named, x, w)[1](dy)
+    for found, expected in ((ours, theirs), (ours, (*alone, dy)), (theirs, (*alone, dy))):
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+
+    def product(x: Any, w: Any, addend: Any) -> Any:
+        return named(x, w, addend=addend)
+
+    expected = named(x, w, addend=added)
+    assert_same_bits(expected, dense_matmul(x, w, addend=added, implementation="reference"))
+    both = jax.vmap(product, in_axes=(0, None, 0))(x.reshape(5, 2, K), w, added.reshape(5, 2, -1))
+    assert_same_bits(both.reshape(expected.shape), expected)
+    assert kernel[-1] == (ROWS, K)
+    of_x = jax.vmap(product, in_axes=(0, None, None))(jnp.stack([x, -x]), w, added)
+    of_addends = jax.vmap(product, in_axes=(None, None, 0))(x, w, jnp.stack([added, -added]))
+    assert kernel[-1] == (2 * ROWS, K)
+    each = jax.vmap(product, in_axes=(None, 0, 0))(x, jnp.stack([w, -w]), jnp.stack([added, -added]))
+    assert_same_bits(of_x[1], product(-x, w, added))
+    assert_same_bits(of_addends[1], product(x, w, -added))
+    assert_same_bits(each[1], product(x, -w, -added))
 
 
 def test_no_rows_need_no_kernel(kernel: list[tuple[int, ...]]) -> None:

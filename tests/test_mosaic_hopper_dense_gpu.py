@@ -89,6 +89,16 @@ def test_the_layer_s_other_products_are_the_kernel_s_by_default(n: int, k: int, 
     assert relative_l2(fine[some], grouped_product(as_float64(x[some]), truth, sizes, None)) < 5e-6
 
 
+@pytest.mark.parametrize("rows", [1, 8, 64, 1024])
+def test_an_addend_joins_the_rounded_product_to_the_bit(rows: int) -> None:
+    """And nothing of what lies beyond its rows."""
+    w, _ = dense_weights(7168, 3584)
+    x: Any = random_rows(rows, 3584, rows, "bf16")
+    addend = jax.random.normal(jax.random.key(rows), (rows, 7168)).astype(jnp.bfloat16)
+    y = dense_matmul(x, w).astype(jnp.float32) + addend.astype(jnp.float32)
+    assert_same_bits(dense_matmul(x, w, addend=addend), y.astype(jnp.bfloat16))
+
+
 @pytest.mark.parametrize("rows", [1, 5, 100])
 def test_a_dense_layer_by_the_kernel_and_by_xla(rows: int) -> None:
     """Alone, and with fp8 weights."""

@@ -12,7 +12,7 @@ import pytest
 from gemm_truth import grouped_product
 from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races, reset_gpu_interpret_mode_state
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from numerics import KERNEL_TOLERANCES, as_float64, assert_close, relative_l2
+from numerics import KERNEL_TOLERANCES, as_float64, assert_close, relative_l2, round_bf16
 
 from pallas_kernels import Activation, Situ, SwiGLU
 from pallas_kernels.grouped_matmul.hopper.dense_config import DenseTuning
@@ -53,6 +53,21 @@ def test_the_kernel_multiplies_without_a_race(
     if activation is None:
         assert relative_l2(y[:used], expected) < 1e-6
     assert_close(y[:used], expected, KERNEL_TOLERANCES["bf16"])
+    assert not get_races().races_found
+
+
+def test_an_addend_joins_the_rounded_product_to_the_bit_without_a_race() -> None:
+    """Of whole numbers, whose sums are exact; in tiles that neither their rows nor their columns fill."""
+    rng = np.random.default_rng(0)
+    numbers = [rng.integers(-20, 21, shape).astype(float) for shape in ((9, 64), (1, 48, 64), (9, 48))]
+    x, w, addend = (jnp.array(each, jnp.bfloat16) for each in numbers)
+    how: Any = {"tuning": DenseTuning((8,), 1, 1, 48, 1, 2, 1), "multiprocessors": 1, "activation": None}
+    how["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    y = grouped_matmul(x, w, jnp.array([9], jnp.int32), addend=addend, **how)
+    sums = numbers[0] @ numbers[1][0].T
+    expected = round_bf16(round_bf16(sums) + numbers[2])
+    assert (expected != round_bf16(sums + numbers[2])).any()
+    np.testing.assert_array_equal(as_float64(y), expected)
     assert not get_races().races_found
 
 

@@ -31,6 +31,7 @@ def grouped_matmul(
     group_sizes: Int[Array, " g"],
     *,
     activation: Activation | None,
+    addend: BFloat16[Array, "m n"] | None = None,
     out_format: Literal["bf16", "f32"] = "bf16",
     fine_sums: bool = False,
     tuning: DenseTuning | None = None,
@@ -44,6 +45,8 @@ def grouped_matmul(
         w: bfloat16 `[G, N, K]`; with an activation, N counts gate and then up rows.
         group_sizes: int32 `[G]`, `sum(group_sizes) <= M`; read on the device only, and not at all where G is 1.
         activation: a compile-time choice: `Situ(...)`, `SwiGLU()` or None.
+        addend: bfloat16 `[M, N]`, to add to the rounded result, which is rounded once more; or None. Only without an
+            activation, and to "bf16".
         out_format: "bf16", or "f32" (not rounded).
         fine_sums: asks `choose_tuning` for a tile that adds up 1,024 columns at a time.
         tuning: None for the one that `dense_config.choose_tuning` gives.
@@ -61,13 +64,15 @@ def grouped_matmul(
         raise NotImplementedError(f"grouped_matmul on Hopper: {reason}")
     groups, n, k = w.shape
     used = tuning or choose_tuning(x.shape[0], groups, n, k, activation is not None, fine_sums=fine_sums)
-    shape = DenseGeometry(x.shape[0], groups, n, k, "bf16", activation, out_format, used)
+    assert addend is None or (activation is None and out_format == "bf16")
+    shape = DenseGeometry(x.shape[0], groups, n, k, "bf16", activation, out_format, used, has_addend=addend is not None)
     if multiprocessors is None:
         multiprocessors = jax.devices()[0].core_count
     blocks = min(multiprocessors, shape.whole_tiles) if shape.whole else multiprocessors
     # The interpreter, unlike a tensor copy, reads no row beyond the last.
     rows = x if interpret is None else jnp.pad(x, ((0, used.widest), (0, 0)))
-    (y,) = _kernel(shape, blocks, interpret)(rows, w.reshape(shape.weights), group_sizes.astype(jnp.int32))
+    operands = rows, w.reshape(shape.weights), group_sizes.astype(jnp.int32)
+    (y,) = _kernel(shape, blocks, interpret)(*operands, *(() if addend is None else (addend,)))
     return y
 
 
@@ -135,6 +140,6 @@ def _kernel(shape: DenseGeometry, blocks: int, interpret: Any) -> Callable[..., 
         from pallas_kernels.grouped_matmul.hopper.dense_plain import DensePlainSteps, scratch
 
         make = DensePlainSteps
-    make = functools.partial(make, exponents_gmem=None, scales_gmem=None)
-    inputs = ("x_gmem", "w_gmem", "sizes_gmem")
+    make = functools.partial(make, exponents_gmem=None, scales_gmem=None, addend_gmem=None)
+    inputs = ("x_gmem", "w_gmem", "sizes_gmem", *(("addend_gmem",) if shape.has_addend else ()))
     return roles.kernel("grouped_matmul_hopper_dense", shape, make, scratch(shape), inputs, blocks, interpret)

@@ -33,6 +33,7 @@ class Case:
     activation: Activation | None = None
     out_format: Literal["bf16", "f32"] = "bf16"
     fine_sums: bool = False
+    has_addend: bool = False
 
 
 CASES = [
@@ -43,6 +44,8 @@ CASES = [
     Case(48, 1, 3584, 7168),
     Case(1024, 1, 3584, 7168, fine_sums=True),
     Case(8, 1, 3584, 7168, out_format="f32"),
+    Case(8, 1, 7168, 3584, has_addend=True),
+    Case(8192, 1, 7168, 3584, has_addend=True),
     Case(200, 6, 480, 768, SwiGLU()),
     Case(200, 6, 480, 768),
 ]
@@ -59,13 +62,19 @@ def test_the_program_is_the_one_we_think_it_is(
             ((case.rows, case.k), jnp.bfloat16),
             ((case.groups, case.n, case.k), jnp.bfloat16),
             ((case.groups,), jnp.int32),
+            ((case.rows, case.n), jnp.bfloat16),
         )
     ]
     static = {name: getattr(case, name) for name in ("activation", "out_format", "fine_sums")}
     static["multiprocessors"] = 132
     with jax.set_mesh(hopper), unchecked_annotations():
         call = jax.jit(grouped_matmul, static_argnames=tuple(static))
-        program = call.trace(*arguments, **static).lower(lowering_platforms=("cuda",)).compile()
+        *operands, addend = arguments
+        program = (
+            call.trace(*operands, addend=addend if case.has_addend else None, **static)
+            .lower(lowering_platforms=("cuda",))
+            .compile()
+        )
     (ptx,) = (file.read_text() for file in tmp_path.glob("*.ptx"))
     (report,) = (file.read_text() for file in tmp_path.glob("*.ptxas"))
     (resources,) = (file.read_text() for file in tmp_path.glob("*.resources.txt"))
@@ -79,7 +88,8 @@ def test_the_program_is_the_one_we_think_it_is(
     # One tensor copy brings gate and up, whose chunks are two more dimensions; that of a single group is none.
     copies = set(re.findall(r"cp\.async\.bulk\.tensor\.(\d)d", ptx))
     assert copies == {"2", str((5 if gated else 3) - (case.groups == 1))}
-    assert ("ld.global" in ptx) == (case.groups > 1)  # of the groups' sizes
+    assert ("ld.global" in ptx) == (case.groups > 1 or case.has_addend)  # of the groups' sizes
+    assert ("ld.global.v4.b32" in ptx) == case.has_addend
     assert ("tanh" in ptx) == isinstance(case.activation, Situ)
     assert ("ex2.approx" in ptx or "tanh" in ptx) == gated
     assert ("stmatrix" in ptx) == (case.out_format != "f32")

@@ -37,6 +37,7 @@ class Case:
     activation: Activation | None = None
     token_scales: bool = False
     partial: bool = False  # tiles end 8 columns before the second warpgroup's
+    has_addend: bool = False
 
     @property
     def spec(self) -> epilogue.Store:
@@ -60,6 +61,8 @@ HOPPER_CASES = (
     Case(1, 8, token_scales=True),
     Case(2, 24, partial=True),
     Case(3, 40, token_scales=True),
+    Case(1, 40, has_addend=True),
+    Case(3, 24, token_scales=True, partial=True, has_addend=True),
     Case(1, 24, activation=KIMI),
     Case(2, 40, activation=SwiGLU(), token_scales=True),
     Case(3, 40, activation=KIMI, partial=True),
@@ -79,19 +82,21 @@ IN_TENSOR_MEMORY = compiled_for() == "blackwell"  # where a unit has 16 of a war
 
 
 def store_kernel(case: Case, tiles: int) -> Any:
-    """float32 `[tiles, warpgroups, N, width]`, int32 `[tiles, 5]` and float32 `[rows]` where rows have scales, to the
-    case's results: a block stores a tile. Its integers are as in `tiles_of`."""
+    """float32 `[tiles, warpgroups, N, width]`, int32 `[tiles, 5]`, float32 `[rows]` where rows have scales and a first
+    result `[rows, columns]` where it has an addend, to the case's results: a block stores a tile. Its integers are as
+    in `tiles_of`."""
     layout, step = (plgpu.Layout.TCGEN05, 128) if IN_TENSOR_MEMORY else (plgpu.Layout.WGMMA, 64)
 
     def body(sums_gmem: Any, tiles_gmem: Any, *others: Any, turn_smem: Any) -> None:
-        scales_gmem, out_gmem = (others[0], others[1:]) if case.token_scales else (None, others)
+        scales_gmem, others = (others[0], others[1:]) if case.token_scales else (None, others)
+        addend_gmem, out_gmem = (others[0], others[1:]) if case.has_addend else (None, others)
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         sums = [sums_gmem.at[block, warpgroup, pl.ds(first, step)] for first in range(0, 64 * case.units, step)]
         accumulators = [plgpu.load(each, layout=layout, optimized=False) for each in sums]
         row, end, column, exponent, column_end = (tiles_gmem[block, i] for i in range(5))
         where: tuple[Any, ...] = (warpgroup, row, end, column + warpgroup * case.columns, exponent)
         where += (column_end,) if case.partial else ()
-        epilogue.store(case.spec, accumulators, out_gmem, turn_smem, where, scales_gmem)
+        epilogue.store(case.spec, accumulators, out_gmem, turn_smem, where, scales_gmem, addend_gmem)
 
     words = WARPGROUPS * epilogue_bytes(case.units, case.activation is not None) // 4
     return plgpu.kernel(
@@ -147,7 +152,9 @@ def rows_of(case: Case, sums: NDArray[Any], factors: NDArray[Any]) -> NDArray[An
     return activate(case.activation, gate, up).reshape(len(rows), WARPGROUPS * case.columns)
 
 
-def expected(case: Case, sums: NDArray[Any], tiles: NDArray[Any], scales: NDArray[Any]) -> list[tuple[Any, Any]]:
+def expected(
+    case: Case, sums: NDArray[Any], tiles: NDArray[Any], scales: NDArray[Any], addends: NDArray[Any]
+) -> list[tuple[Any, Any]]:
     """Each result, and which of its elements are written."""
     truth, written = np.zeros((ROWS, OUT_COLUMNS)), np.zeros((ROWS, OUT_COLUMNS), bool)
     for tile, (row, end, column, exponent, column_end) in enumerate(tiles):
@@ -156,6 +163,8 @@ def expected(case: Case, sums: NDArray[Any], tiles: NDArray[Any], scales: NDArra
         written[row:end, column:column_end] = True
     if case.out_format == "mxfp8":
         return [*zip(encode_mxfp8(round_bf16(truth)), (written, written[:, ::BLOCK]), strict=True)]
+    if case.has_addend:
+        truth = round_bf16(truth) + as_float64(addends)
     return [(truth.astype(case.results[0].dtype), written)]
 
 
@@ -176,8 +185,12 @@ def test_sums_are_stored_as_rows(case: Case, target: Target, tmp_path: Path, mon
     if case.token_scales:
         scales = np.random.default_rng(0).uniform(0.5, 2, ROWS).astype(np.float32)
         operands.append(scales)
+    addends = np.random.default_rng(1).standard_normal((ROWS, OUT_COLUMNS)).astype(jnp.bfloat16)
+    if case.has_addend:
+        operands.append(addends)
     kernel = compiled(store_kernel(case, len(tiles)), operands, target, tmp_path, monkeypatch)
-    for result, (truth, written) in zip(kernel.words(*operands), expected(case, sums, tiles, scales), strict=True):
+    sought_results = expected(case, sums, tiles, scales, addends)
+    for result, (truth, written) in zip(kernel.words(*operands), sought_results, strict=True):
         touched = result.written.reshape(*truth.shape, truth.dtype.itemsize)
         np.testing.assert_array_equal(touched, np.broadcast_to(written[..., None], touched.shape))
         found, sought = result.words.view(truth.dtype).reshape(truth.shape)[written], truth[written]

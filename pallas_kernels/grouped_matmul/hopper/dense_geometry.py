@@ -15,7 +15,9 @@ CHUNK = 8  # rows of N that lie together: of gate and up alternately, so that a 
 
 @dataclasses.dataclass(frozen=True)
 class DenseGeometry(Geometry[DenseTuning]):
-    """As `Geometry`; `mma` is "bf16"."""
+    """As `Geometry`; `mma` is "bf16". `has_addend`: whether something is added to what the result is."""
+
+    has_addend: bool = False
 
     @property
     def column_blocks(self) -> int:

@@ -40,6 +40,7 @@ class DenseSteps(NativeSteps):
     """As `NativeSteps`, of which copies and operands of weights differ."""
 
     shape: DenseGeometry
+    addend_gmem: Any  # None without an addend
 
     def build_tables(self, sizes: Value, table: Value) -> None:
         if not self.shape.whole:
@@ -109,4 +110,4 @@ class DenseSteps(NativeSteps):
         )
         if partial:
             where += (shape.column_end(tile),)
-        epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, None)
+        epilogue.store(spec, accumulators, self.out_gmem, self.turn_smem, where, None, self.addend_gmem)

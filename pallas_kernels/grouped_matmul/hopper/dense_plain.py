@@ -12,6 +12,7 @@ from pallas_kernels.grouped_matmul.hopper.dense_geometry import CHUNK, DenseGeom
 from pallas_kernels.grouped_matmul.hopper.plain import RingSteps
 from pallas_kernels.grouped_matmul.kernel_layout import UNIT_ROWS
 from pallas_kernels.grouped_matmul.mosaic_parts.geometry import Ring, Tile
+from pallas_kernels.rounding import to_bfloat16
 
 
 def scratch(shape: DenseGeometry) -> dict[str, Any]:
@@ -36,6 +37,7 @@ class DensePlainSteps(RingSteps):
     """As `DenseSteps`."""
 
     shape: DenseGeometry
+    addend_gmem: Any
 
     def locate(self, tile: Any, group: Any) -> tuple[Any, Any, Any, Any]:
         return self.shape.whole_at(tile) if self.shape.whole else super().locate(tile, group)
@@ -72,6 +74,10 @@ class DensePlainSteps(RingSteps):
         for first in range(0, row.size, piece):
 
             def store_piece(first: int = first) -> None:
-                out[at, pl.ds(column + first, piece)] = row[first : first + piece]
+                columns = pl.ds(column + first, piece)
+                y = row[first : first + piece]
+                if self.addend_gmem is not None:
+                    y = to_bfloat16(y.astype(jnp.float32) + self.addend_gmem[at, columns].astype(jnp.float32))
+                out[at, columns] = y
 
             pl.when(column + first < self.shape.column_end(tile))(store_piece)

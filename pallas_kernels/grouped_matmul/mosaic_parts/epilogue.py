@@ -26,6 +26,7 @@ from pallas_kernels.grouped_matmul.mosaic_parts.ptx import (
     equal,
     f32,
     global_address,
+    i32,
     i64,
     left,
     less,
@@ -84,17 +85,19 @@ def store(
     turn_smem: Any,
     where: tuple[Any, ...],
     scales: Any,
+    addend: Any = None,
 ) -> None:
     """Stores one warpgroup's units: `where` is (warpgroup, first row, end of the rows, first output column, exponent)
     and, where the store is partial, the end of the tile's columns.
 
     An accumulator is one unit's, in the layout of `wgmma`, or two units', in that of tensor memory. It counts times
     2^exponent and, where `scales` is a reference to float32 `[M]`, times the row's scale.
+    To the result, in bfloat16, is added `addend`, where that is a reference to bfloat16 as large as the result.
     `out_gmem` is the result or, for MXFP8, its values and its scales. Rows at and beyond the end are not touched.
     """
     count = len(accumulators)
     layout = plgpu.Layout.WGMMA if accumulators[0].shape[0] == UNIT_ROWS else plgpu.Layout.TCGEN05
-    references = (turn_smem, *out_gmem, *(() if scales is None else (scales,)))
+    references = (turn_smem, *out_gmem, *(each for each in (scales, addend) if each is not None))
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -109,8 +112,9 @@ def store(
         registers = [unit for of_unit in of_units for unit in of_unit]
         values = [scalar(v) for v in args[count : count + len(where)]]
         turn, *rest = args[count + len(where) :]
-        out, row_scales = (rest, None) if scales is None else (rest[:-1], rest[-1])
-        _Emitter(spec, registers, values, turn, out, row_scales).run()
+        out, others = rest[: len(out_gmem)], iter(rest[len(out_gmem) :])
+        row_scales, added = (None if each is None else next(others) for each in (scales, addend))
+        _Emitter(spec, registers, values, turn, out, row_scales, added).run()
 
     emit(*accumulators, *where, *references)
 
@@ -122,7 +126,14 @@ class _Emitter:
     """
 
     def __init__(
-        self, spec: Store, registers: list[Any], where: list[Value], turn: Value, out: list[Value], scales: Any
+        self,
+        spec: Store,
+        registers: list[Any],
+        where: list[Value],
+        turn: Value,
+        out: list[Value],
+        scales: Any,
+        addend: Any,
     ) -> None:
         self.spec, self.registers = spec, registers
         self.warpgroup, self.row, self.end, self.column, exponent = where[:5]
@@ -137,6 +148,8 @@ class _Emitter:
         assert spec.tokens * self.pitch <= buffer
         self.buffer = add(shared_address(turn), mul(self.warpgroup, buffer))
         self.scales = None if scales is None else global_address(scales)
+        assert addend is None or spec.out_format == "bf16"
+        self.addend = None if addend is None else global_address(addend)
         self.factors: dict[tuple[int, int], Value] = {}
 
     def run(self) -> None:
@@ -147,6 +160,7 @@ class _Emitter:
                 self._chunk(first, min(step, blocks - first))
 
     def _chunk(self, first: int, count: int) -> None:
+        addends = self._load_addends(first, count)  # which the way through shared memory hides
         self._barrier()  # the last chunk has been read
         if self.scales is not None:
             self._load_scales(first, count)
@@ -159,7 +173,7 @@ class _Emitter:
                     pairs = [pack(*block) for block in blocks]
                     self._turn_pairs(unit, half, pairs + [constant(0)] * (4 - count))
         self._barrier()
-        self._write(first, count)
+        self._write(first, count, addends)
 
     def _barrier(self) -> None:
         ptx("bar.sync $0, 128;", add(self.warpgroup, 1))
@@ -205,19 +219,44 @@ class _Emitter:
         warp = mul(self.warp, (8 if self.spec.gated else 16) * self.spec.turned_bytes)
         return add(add(self.buffer, column * self.spec.turned_bytes), warp)
 
-    def _write(self, first: int, count: int) -> None:
-        vectors = self.columns * self.spec.turned_bytes // 16  # of a row; three units have no power of two
-        for step in range(-(-count * 8 * vectors // 128)):
-            place = add(self.own, 128 * step)
-            token, at = arith.divui(place, constant(vectors)), arith.remui(place, constant(vectors))
+    def _write(self, first: int, count: int, addends: list[Sequence[Value]]) -> None:
+        for step in range(self._steps(count)):
+            token, at = self._place(step)
             data = load_shared_128(add(add(self.buffer, mul(token, self.pitch)), left(at, 4)))
+            if addends:
+                data = [_sum(*pairs) for pairs in zip(data, addends[step], strict=True)]
             target = add(self.row, add(token, first * 8))
             if self.spec.out_format == "mxfp8":
                 self._write_mxfp8(target, at, data)
                 continue
-            column_bytes = add(mul(self.column, self.spec.turned_bytes), left(at, 4))
-            address = self._address(0, target, self.spec.turned_bytes * self.spec.out_columns, column_bytes)
+            address = self._address_of_16(self.out[0], target, at)
             ptx_if(self._inside(target, at), "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *data)
+
+    def _steps(self, count: int) -> int:
+        """In how many steps the warpgroup writes so many blocks of 8 rows, 16 bytes a thread in each."""
+        return -(-count * 8 * self._vectors // 128)
+
+    @property
+    def _vectors(self) -> int:
+        """Of 16 bytes in a row; three units have no power of two."""
+        return self.columns * self.spec.turned_bytes // 16
+
+    def _place(self, step: int) -> tuple[Value, Value]:
+        """Which row of those turned round is the thread's in a step, and which 16 bytes of it."""
+        place = add(self.own, 128 * step)
+        return arith.divui(place, constant(self._vectors)), arith.remui(place, constant(self._vectors))
+
+    def _load_addends(self, first: int, count: int) -> list[Sequence[Value]]:
+        """Four pairs for each step of `_write`; where that writes nothing, the addend's first ones, which exist."""
+        addends: list[Sequence[Value]] = []
+        for step in range(self._steps(count) if self.addend is not None else 0):
+            token, at = self._place(step)
+            target = add(self.row, add(token, first * 8))
+            own = self._address_of_16(self.addend, target, at)
+            address = arith.select(self._inside(target, at), own, self.addend)
+            code = "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];"
+            addends.append(ptx(code, address, out=[i32()] * 4, volatile=True))
+        return addends
 
     def _inside(self, target: Value, at: Value) -> Value:
         """Whether 16 bytes of a row are of the tile."""
@@ -233,15 +272,26 @@ class _Emitter:
         byte = scale_byte(largest_of_lanes(largest_magnitude(pairs), lanes))
         inside = less(target, self.end)
         column = add(self.column, left(at, 3))
-        address = self._address(0, target, self.spec.out_columns, column)
+        address = self._address(self.out[0], target, self.spec.out_columns, column)
         ptx_if(inside, "st.global.v2.b32 [$0], {$1, $2};", address, *encode_e4m3(pairs, byte))
-        address = self._address(1, target, self.spec.out_columns // BLOCK, right(column, BLOCK.bit_length() - 1))
+        scale = right(column, BLOCK.bit_length() - 1)
+        address = self._address(self.out[1], target, self.spec.out_columns // BLOCK, scale)
         first = arith.andi(inside, equal(both(at, lanes - 1), 0))
         ptx_if(first, "st.global.u8 [$0], $1;", address, byte)
 
-    def _address(self, result: int, row: Value, row_bytes: int, column_bytes: Value) -> Value:
+    def _address_of_16(self, array: Value, row: Value, at: Value) -> Value:
+        """Of 16 bytes of a row of `array`, which is as large as the result."""
+        column_bytes = add(mul(self.column, self.spec.turned_bytes), left(at, 4))
+        return self._address(array, row, self.spec.turned_bytes * self.spec.out_columns, column_bytes)
+
+    def _address(self, array: Value, row: Value, row_bytes: int, column_bytes: Value) -> Value:
         line = arith.muli(wide(row), arith.constant(i64(), row_bytes))
-        return arith.addi(self.out[result], arith.addi(line, wide(column_bytes)))
+        return arith.addi(array, arith.addi(line, wide(column_bytes)))
+
+
+def _sum(pair: Value, other: Value) -> Value:
+    """Of two pairs of bfloat16, rounded from float32."""
+    return pack(*(arith.addf(a, b) for a, b in zip(unpack(pair), unpack(other), strict=True)))
 
 
 def _power_of_two(exponent: Value) -> Value:
