@@ -129,10 +129,13 @@ class MoE(nnx.Module):
             y = stages["normed_latent"] = rms_norm(sums, self.latent_norm[...], eps=self.config.rms_norm_eps)
         if shared is not None:
             shared = stages["shared"] = to_bfloat16(shared)
-        if self.latent_up is not None:
+        if self.latent_up is not None and ranks.alone:
             y = dense_matmul(y, self.latent_up.get_value(), addend=shared)
-        elif shared is not None:
-            y = to_bfloat16(y.astype(jnp.float32) + shared.astype(jnp.float32))
+        else:
+            if self.latent_up is not None:  # over a mesh it runs while the shared experts, or a sum of theirs, still do
+                y = dense_matmul(y, self.latent_up.get_value())
+            if shared is not None:
+                y = to_bfloat16(y.astype(jnp.float32) + shared.astype(jnp.float32))
         stages["output"] = y.astype(dtype)
         return stages
 

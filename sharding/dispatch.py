@@ -42,6 +42,11 @@ class Ranks:
     """One device: nothing moves."""
 
     @property
+    def alone(self) -> bool:
+        """Whether there are no other ranks to wait for."""
+        return True
+
+    @property
     def meeting(self) -> int:
         """How many ranks' tokens meet where experts work."""
         return 1
@@ -104,6 +109,10 @@ class RanksOfAMesh(Ranks):
     width: tuple[str, ...]
     mlp: tuple[str, ...]
     wire: str
+
+    @property
+    def alone(self) -> bool:
+        return False
 
     @property
     def splits_width(self) -> bool:
