@@ -130,15 +130,8 @@ def _joining_rows(product: Callable[..., Array]) -> Callable[..., Array]:
     return batched
 
 
-def _forward(
-    x: Array,
-    w: Array,
-    addend: Array | None,
-    activation: Activation | None,
-    out_format: OutFormat,
-    fine_sums: bool,
-) -> tuple[Array, Any]:
-    return _mosaic(x, w, addend, activation, out_format, fine_sums), (x, w, addend)
+def _forward(*arguments: Any) -> tuple[Array, Any]:
+    return _mosaic(*arguments), arguments[:3]
 
 
 def _backward(activation: Activation | None, out_format: OutFormat, fine_sums: bool, residuals: Any, dy: Array) -> Any:
